@@ -1,0 +1,185 @@
+"""What two ranks tell each other before anything moves: the rank card.
+
+A card is everything the peer needs to decide (gate), to plan (copy program) and to reach memory (paths). It is plain
+frozen data: building it does no I/O.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+from unikv.ids import GroupId, Rank
+from unikv.layer_spec import KVLayout, LayerOwner, ReusePolicy
+from unikv.views import KVView
+
+PROTOCOL_VERSION: Final = 1
+CAPABILITY_PER_VIEW_HEADS: Final = "per_view_heads"
+
+
+class Side(StrEnum):
+    """Which half of a pair a worker belongs to."""
+
+    CONTEXT = "context"
+    GENERATION = "generation"
+
+
+class DraftKVMode(StrEnum):
+    """What the operator asked for: decide, require, forbid, or allow unequal tensor parallelism."""
+
+    AUTO = "auto"
+    REQUIRE = "1"
+    OFF = "0"
+    PER_VIEW = "per_view"
+
+
+class PathKind(StrEnum):
+    """How bytes reach the peer. AUTO is a wish only; a pair of ranks always has one of the others."""
+
+    AUTO = "auto"
+    DIRECT = "direct"
+    ZMQ = "zmq"
+    NIXL = "nixl"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelPosition:
+    """A rank's place in its instance."""
+
+    tp: int = 1
+    tp_rank: int = 0
+    pp: int = 1
+    pp_rank: int = 0
+    cp: int = 1
+    cp_rank: int = 0
+    attention_dp: bool = False
+
+    @property
+    def rank(self) -> Rank:
+        """Flat rank, context parallelism innermost."""
+        return Rank((self.pp_rank * self.tp + self.tp_rank) * self.cp + self.cp_rank)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the whole instance."""
+        return self.tp * self.pp * self.cp
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostIdentity:
+    """Tells whether two processes can map each other's memory. Addresses cannot: containers and NAT share those."""
+
+    hostname: str
+    boot_id: str
+    pid_namespace: str
+    pid: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryExport:
+    """How a peer on the same host maps one storage.
+
+    Attributes:
+        kind: "memfd" (``/proc/<pid>/fd/<fd>``), or a device kind added by a GPU path.
+        pid, fd: the exporting process and its descriptor.
+        inode: the file's inode, compared after opening so that a recycled pid or descriptor is noticed.
+    """
+
+    kind: str
+    pid: int
+    fd: int
+    inode: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StorageCard:
+    """One allocation. `export` is None where no peer can map it."""
+
+    size_bytes: int
+    export: MemoryExport | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolCard:
+    """One pool: slot ``s`` starts ``s * slot_stride_bytes`` into storage number `storage` of the card."""
+
+    group_id: GroupId
+    pool_index: int
+    storage: int
+    slot_stride_bytes: int
+    num_slots: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupCard:
+    """One layer group as the peer must know it to pair pages."""
+
+    group_id: GroupId
+    owner: LayerOwner
+    window: int | None
+    sink_blocks: int
+    reuse_policy: ReusePolicy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeCard:
+    """The speculative configuration of a side, for the gate."""
+
+    method: str
+    max_draft_tokens: int
+    block_width: int
+    num_extra_kv_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankCard:
+    """Everything one rank says of itself.
+
+    Attributes:
+        incarnation: random per process start; the same address with another incarnation is another peer.
+        address: link address the peer connects to; empty in a dry run.
+        num_target_layers, num_draft_layers: of the whole instance, not of this stage.
+        path: what the operator asked for.
+    """
+
+    protocol_version: int = PROTOCOL_VERSION
+    incarnation: str
+    instance: str
+    side: Side
+    position: ParallelPosition
+    address: str
+    device: str
+    kv_layout: KVLayout
+    tokens_per_block: int
+    num_target_layers: int
+    num_draft_layers: int
+    groups: tuple[GroupCard, ...]
+    storages: tuple[StorageCard, ...]
+    pools: tuple[PoolCard, ...]
+    views: tuple[KVView, ...]
+    speculative: SpeculativeCard | None
+    draft_kv: DraftKVMode
+    path: PathKind
+    checksum: str = "off"
+    capabilities: tuple[str, ...] = (CAPABILITY_PER_VIEW_HEADS,)
+    host: HostIdentity | None = None
+
+    @property
+    def rank(self) -> Rank:
+        """Flat rank inside the instance."""
+        return self.position.rank
+
+    def group(self, group_id: GroupId) -> GroupCard:
+        """Return the card of layer group `group_id`; KeyError where the rank has no such group."""
+        for card in self.groups:
+            if card.group_id == group_id:
+                return card
+        raise KeyError(group_id)
+
+    def pool(self, group_id: GroupId, pool_index: int) -> PoolCard:
+        """Return the card of one pool; KeyError where the rank has no such pool."""
+        for card in self.pools:
+            if (card.group_id, card.pool_index) == (group_id, pool_index):
+                return card
+        raise KeyError((group_id, pool_index))

@@ -1,0 +1,171 @@
+"""The messages two ranks exchange, as frozen data. Their wire form is `transfer.wire`'s business alone.
+
+==============  =======================  ==========================================================================
+message         direction                says
+==============  =======================  ==========================================================================
+Hello           generation -> context    who I am
+HelloAck        context -> generation    who I am, the gate's report, the program's digest and the path taken
+HelloNack       context -> generation    the gate's report, complete
+Ask             generation -> context    I reserved these pages; move request R into them
+Chunk           context -> generation    staged bytes of R (packed pages)
+Credit          generation -> context    one chunk of R is scattered, send another
+Done            context -> generation    everything of R has landed (or been sent); the account; aux data
+Failed          context -> generation    R will not be completed by me, I touch its pages no more
+Cancel          generation -> context    stop R
+CancelAck       context -> generation    I touch R's pages no more
+Reregister      context -> generation    I do not know this incarnation of you; say Hello again
+Goodbye         either                   orderly end
+==============  =======================  ==========================================================================
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from transfer.gate import GateReport
+from transfer.hello import PathKind, RankCard
+from unikv.ids import RequestId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupTable:
+    """One request's page table of one layer group: int32 slots by ordinal, NO_PAGE where nothing is wanted."""
+
+    group_id: int
+    slots: NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuxData:
+    """What travels beside the KV.
+
+    Attributes:
+        first_tokens: tokens the context side already sampled.
+        draft_tokens: tokens the drafter already proposed after them.
+        prompt_tokens, cached_tokens: counts for the client's usage report.
+    """
+
+    first_tokens: tuple[int, ...] = ()
+    draft_tokens: tuple[int, ...] = ()
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairAccount:
+    """What one context rank moved of one group pair: the receiver compares it with its own plan."""
+
+    pair: int
+    pages: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageTimes:
+    """Seconds the context rank spent on one request for one generation rank."""
+
+    queue_s: float
+    plan_s: float
+    move_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    card: RankCard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HelloAck:
+    card: RankCard
+    report: GateReport
+    digest: str
+    path: PathKind
+    path_reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HelloNack:
+    report: GateReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    request_id: RequestId
+    epoch: int
+    prompt_tokens: int
+    tables: tuple[GroupTable, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """`pages` packed pages of group pair `pair`, the first of them being page pair number `first_page`."""
+
+    request_id: RequestId
+    epoch: int
+    pair: int
+    first_page: int
+    pages: int
+    payload: memoryview
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Credit:
+    request_id: RequestId
+    epoch: int
+    chunks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    request_id: RequestId
+    epoch: int
+    account: tuple[PairAccount, ...]
+    aux: AuxData | None
+    times: StageTimes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    request_id: RequestId
+    epoch: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cancel:
+    request_id: RequestId
+    epoch: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CancelAck:
+    request_id: RequestId
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reregister:
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goodbye:
+    reason: str
+
+
+Message = (
+    Hello | HelloAck | HelloNack | Ask | Chunk | Credit | Done | Failed | Cancel | CancelAck | Reregister | Goodbye
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Envelope:
+    """A message with its sender: every message carries the sender's incarnation and rank from the first one on."""
+
+    incarnation: str
+    rank: int
+    message: Message
