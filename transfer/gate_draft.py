@@ -83,7 +83,7 @@ def cure(finding: Finding, decision: DraftDecision) -> str:
     """Return what to do about a failed `finding`, and what happens otherwise."""
     if finding.rule not in (Rule.DRAFT, Rule.DRAFT_SPLIT, Rule.DRAFT_COVERAGE):
         return finding.cure
-    stays = "draft KV stays home, " if decision.draft_kv is DraftKV.OFF else ""
+    stays = "draft KV does not travel, " if decision.draft_kv is DraftKV.OFF else ""
     hint = f", {decision.hint}" if decision.hint and finding.rule is Rule.DRAFT_SPLIT else ""
     return f"{stays}{finding.cure}{hint}"
 

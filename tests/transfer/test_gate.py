@@ -313,7 +313,7 @@ def test_draft_mismatch_keeps_draft_home_and_target_going(
     assert report.compatible
     assert report.draft_kv is DraftKV.OFF
     assert (row.verdict, row.context, row.generation) == (Verdict.FALLBACK, ours, theirs)
-    assert f"is {ours} on context and {theirs} on generation; draft KV stays home, " in row.reason
+    assert f"is {ours} on context and {theirs} on generation; draft KV does not travel, " in row.reason
     assert key in row.reason
     (decision,) = rows(report, "draft_kv")
     assert decision.verdict is Verdict.FALLBACK
