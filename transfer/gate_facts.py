@@ -6,7 +6,7 @@ large instances costs one comparison per kind of rank and not one per pair of ra
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 
 from transfer.hello import DraftKVMode, GroupCard, HostIdentity, PathKind, RankCard, Side, SpeculativeCard
@@ -147,10 +147,11 @@ def _problems(card: RankCard) -> Iterator[str]:
     if card.tokens_per_block < 1:
         yield f"tokens_per_block is {card.tokens_per_block}"
     groups = {group.group_id: group for group in card.groups}
+    pools = {(pool.group_id, pool.pool_index) for pool in card.pools}
     seen: set[tuple[LayerId, str]] = set()
     home: dict[LayerId, GroupId] = {}
     for number, view in enumerate(card.views):
-        yield from (f"view {number} {problem}" for problem in _view_problems(card, view, groups))
+        yield from (f"view {number} {problem}" for problem in _view_problems(card, view, groups, pools))
         for entry in view.entries:
             if (entry.layer_id, entry.role) in seen:
                 yield f"view {number} repeats layer {entry.layer_id} {entry.role}"
@@ -159,12 +160,16 @@ def _problems(card: RankCard) -> Iterator[str]:
                 yield f"view {number} puts layer {entry.layer_id} into a second group"
 
 
-def _view_problems(card: RankCard, view: KVView, groups: Mapping[GroupId, GroupCard]) -> Iterator[str]:
+def _view_problems(
+    card: RankCard, view: KVView, groups: Mapping[GroupId, GroupCard], pools: Set[tuple[GroupId, int]]
+) -> Iterator[str]:
     group = groups.get(view.group_id)
     if group is None:
         yield f"names group {view.group_id}, which the card lacks"
     elif group.owner is not view.owner:
         yield f"is of owner {view.owner.value}, its group of owner {group.owner.value}"
+    if (view.group_id, view.pool_index) not in pools:
+        yield f"names pool {view.pool_index} of group {view.group_id}, which the card lacks"
     if view.tokens_per_block != card.tokens_per_block:
         yield f"has {view.tokens_per_block} tokens a block, the card {card.tokens_per_block}"
     if view.kv_layout is not card.kv_layout:

@@ -33,6 +33,7 @@ from transfer.hello import (
     SpeculativeCard,
     StorageCard,
 )
+from transfer.plan import compile_program
 from unikv.errors import IncompatiblePeerError
 from unikv.ids import GroupId, LayerId
 from unikv.layer_spec import KEY, KEY_BLOCK_SCALE, VALUE, KVLayout, LayerOwner, ReusePolicy
@@ -94,7 +95,13 @@ def card(side: Side) -> RankCard:
         ),
     )
     pools = tuple(
-        PoolCard(group_id=v.group_id, pool_index=0, storage=i, slot_stride_bytes=v.buffer_bytes * 4, num_slots=9)
+        PoolCard(
+            group_id=v.group_id,
+            pool_index=0,
+            storage=i,
+            slot_stride_bytes=v.buffer_bytes * len(v.entries),
+            num_slots=9,
+        )
         for i, v in enumerate(views)
     )
     return RankCard(
@@ -152,12 +159,29 @@ def with_speculation(**changes: Any) -> Mutation:
 
 
 def with_page(tokens: int) -> Mutation:
-    """Another page size everywhere; sink blocks still hold 32 tokens where that is possible."""
+    """Another page size everywhere; sinks keep their tokens where whole blocks allow it."""
 
     def change(card: RankCard) -> RankCard:
-        views = tuple(replace(view, tokens_per_block=tokens) for view in card.views)
-        groups = tuple(replace(group, sink_blocks=group.sink_blocks * 32 // tokens) for group in card.groups)
-        return replace(card, tokens_per_block=tokens, views=views, groups=groups)
+        def scaled(size: int) -> int:
+            return size * tokens // card.tokens_per_block
+
+        return replace(
+            card,
+            tokens_per_block=tokens,
+            views=tuple(
+                replace(
+                    view,
+                    tokens_per_block=tokens,
+                    entries=tuple(replace(e, offset_bytes=scaled(e.offset_bytes)) for e in view.entries),
+                )
+                for view in card.views
+            ),
+            groups=tuple(
+                replace(group, sink_blocks=group.sink_blocks * card.tokens_per_block // tokens) for group in card.groups
+            ),
+            pools=tuple(replace(pool, slot_stride_bytes=scaled(pool.slot_stride_bytes)) for pool in card.pools),
+            storages=tuple(replace(storage, size_bytes=scaled(storage.size_bytes)) for storage in card.storages),
+        )
 
     return change
 
@@ -193,7 +217,8 @@ def with_extra_role(card: RankCard) -> RankCard:
         row_bytes=256,
         entries=(ViewEntry(layer_id=LayerId(2), role="index_key", offset_bytes=0),),
     )
-    return replace(card, views=(*card.views, index))
+    pool = replace(card.pools[0], pool_index=1)
+    return replace(card, views=(*card.views, index), pools=(*card.pools, pool))
 
 
 def exported(host: HostIdentity = HOST) -> Mutation:
@@ -540,7 +565,7 @@ def test_layers_only_one_rank_holds_are_not_compared() -> None:
 def test_equal_findings_share_a_row_and_others_do_not() -> None:
     odd = GENERATION.views[0]
     plain = replace(odd, entries=tuple(e for e in odd.entries if (e.layer_id, e.role) != (1, VALUE)))
-    other = replace(odd, dtype="float16", pool_index=1, entries=odd.entries[3:4])
+    other = replace(odd, dtype="float16", entries=odd.entries[3:4])
     report = check(CONTEXT, replace(GENERATION, views=(plain, other, GENERATION.views[1])))
     scopes = {row.scope: row.verdict for row in rows(report, "dtype")}
     assert scopes == {
@@ -561,7 +586,8 @@ def test_scales_are_compared_with_their_own_geometry() -> None:
             row_bytes=row_bytes,
             entries=(ViewEntry(layer_id=LayerId(0), role=KEY_BLOCK_SCALE, offset_bytes=0),),
         )
-        return replace(card, views=(*card.views, view))
+        pool = replace(card.pools[0], pool_index=1)
+        return replace(card, views=(*card.views, view), pools=(*card.pools, pool))
 
     assert check(scales(CONTEXT, 8), scales(GENERATION, 8)).compatible
     (row,) = check(scales(CONTEXT, 8), scales(GENERATION, 4)).refused
@@ -572,6 +598,7 @@ def test_scales_are_compared_with_their_own_geometry() -> None:
     ("mutate", "problem"),
     [
         (with_view(0, group_id=GroupId(9)), "names group 9, which the card lacks"),
+        (with_view(0, pool_index=3), "names pool 3 of group 0, which the card lacks"),
         (with_view(0, tokens_per_block=64), "has 64 tokens a block, the card 32"),
         (with_view(0, kv_layout=KVLayout.NHD), "has layout NHD, the card HND"),
         (with_view(0, heads=Span(4, 12)), "holds heads up to 12 of 8"),
@@ -723,3 +750,12 @@ def test_sound_card_agrees_with_its_mirror(context: RankCard) -> None:
     if context.draft_kv is DraftKVMode.REQUIRE and context.speculative is None:
         allowed |= {"speculative", "draft_kv"}
     assert bad <= allowed
+
+
+@given(cards(Side.CONTEXT), cards(Side.GENERATION))
+def test_pairs_the_gate_lets_through_can_be_compiled(context: RankCard, generation: RankCard) -> None:
+    report = check(context, generation)
+    if report.compatible:
+        program = compile_program(context, generation, with_draft=report.draft_kv is not DraftKV.OFF)
+        drafts = {piece.owner for piece in program.slices} & {LayerOwner.DRAFT}
+        assert not drafts or report.draft_kv is not DraftKV.OFF

@@ -16,6 +16,7 @@ from transfer.hello import (
     GroupCard,
     ParallelPosition,
     PathKind,
+    PoolCard,
     RankCard,
     Side,
     SpeculativeCard,
@@ -83,7 +84,9 @@ def rank_card(side: Side, position: ParallelPosition, layers: int, drafts: int, 
         num_draft_layers=drafts,
         groups=tuple(groups),
         storages=(),
-        pools=(),
+        pools=tuple(
+            PoolCard(group_id=v.group_id, pool_index=0, storage=0, slot_stride_bytes=1, num_slots=9) for v in views
+        ),
         views=tuple(views),
         speculative=SPECULATION if drafts else None,
         draft_kv=mode,
