@@ -30,6 +30,14 @@ class SpecError(UnikvError, ValueError):
     """A layer spec, layout or call argument is wrong. The caller must change it; nothing was changed."""
 
 
+class UnknownLayerError(SpecError, KeyError):
+    """A layer, layer group or pool group this rank does not hold was asked for. The caller must ask another rank."""
+
+    def __str__(self) -> str:
+        # KeyError would print the repr of the sentence.
+        return str(self.args[0])
+
+
 class ConfigError(UnikvError, ValueError):
     """A pair file, preset or environment value is wrong. The operator must change it."""
 
