@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from transfer.cards import build_card
 from transfer.gate import DraftKV, GateCheck, GateReport, Verdict, check, check_instances
 from transfer.hello import (
     DraftKVMode,
@@ -22,7 +23,8 @@ from transfer.hello import (
     SpeculativeCard,
 )
 from unikv.ids import GroupId, LayerId
-from unikv.layer_spec import KEY, VALUE, KVLayout, LayerOwner, ReusePolicy
+from unikv.layer_spec import KEY, VALUE, KVCacheLayerSpec, KVDtype, KVLayout, LayerOwner, ReusePolicy
+from unikv.layout import build_layout
 from unikv.ranges import head_shard, stage_layers
 from unikv.views import KVView, ViewEntry
 
@@ -304,3 +306,62 @@ def test_instances_refuse_what_some_pair_refuses(ours: dict[str, object], theirs
         "ranks",
         "coverage",
     }
+
+
+def laid_out(side: Side, *, tp: int, dtype: KVDtype, layout: KVLayout = KVLayout.HND, page: int = 32) -> Cards:
+    """Cards of a real layout: full and windowed target layers with an index key, and a windowed drafter."""
+
+    def spec(layer: int, rank: int, owner: LayerOwner, window: int | None) -> KVCacheLayerSpec:
+        heads = TARGET_HEADS if owner is LayerOwner.TARGET else DRAFT_HEADS
+        return KVCacheLayerSpec(
+            layer_id=LayerId(layer),
+            owner=owner,
+            num_kv_heads=len(head_shard(heads, tp, rank).heads),
+            total_num_kv_heads=heads,
+            head_dim=64,
+            dtype=dtype if owner is LayerOwner.TARGET else KVDtype.BFLOAT16,
+            window=window,
+            extra_buffers={"index_key": 64} if owner is LayerOwner.TARGET else {},
+        )
+
+    def one(rank: int) -> RankCard:
+        specs = [spec(layer, rank, LayerOwner.TARGET, 256 if layer % 2 else None) for layer in range(4)]
+        specs += [spec(layer, rank, LayerOwner.DRAFT, 128) for layer in range(4, 6)]
+        arranged = build_layout(specs, tokens_per_block=page, max_seq_len=4096, kv_layout=layout)
+        return build_card(
+            arranged,
+            side=side,
+            position=ParallelPosition(tp=tp, tp_rank=rank),
+            num_slots=9,
+            incarnation="i",
+            instance=side.value,
+            speculative=SPECULATION,
+            draft_kv=DraftKVMode.PER_VIEW,
+            num_target_layers=4,
+            num_draft_layers=2,
+        )
+
+    return [one(rank) for rank in range(tp)]
+
+
+@pytest.mark.parametrize("dtype", [KVDtype.BFLOAT16, KVDtype.FLOAT8_E4M3FN, KVDtype.NVFP4])
+def test_real_layouts_of_unequal_tp_layout_and_page_size_pass(dtype: KVDtype) -> None:
+    ours = laid_out(Side.CONTEXT, tp=2, dtype=dtype)
+    theirs = laid_out(Side.GENERATION, tp=4, dtype=dtype, layout=KVLayout.NHD, page=16)
+    report = check_instances(ours, theirs)
+    assert [row.reason for row in report.checks if row.reason] == []
+    assert report.draft_kv is DraftKV.PER_VIEW
+    windows = {row.scope: row.context for row in rows(report, "window")}
+    assert windows == {"layers 0, 2": "full", "layers 1, 3": "256 tokens", "draft layers 4-5": "128 tokens"}
+
+
+def test_real_layouts_of_unequal_dtype_are_refused_for_the_target_alone() -> None:
+    ours = laid_out(Side.CONTEXT, tp=2, dtype=KVDtype.NVFP4)
+    theirs = laid_out(Side.GENERATION, tp=2, dtype=KVDtype.BFLOAT16)
+    report = check_instances(ours, theirs)
+    assert {(row.name, row.scope) for row in report.refused} == {
+        ("roles", "layers 0-3"),
+        ("dtype", "layers 0-3 key, value"),
+        ("row_bytes", "layers 0-3 key, value"),
+    }
+    assert report.draft_kv is DraftKV.SHARED

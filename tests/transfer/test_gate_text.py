@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,5 +31,5 @@ spans = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 5)).map(lambda t: 
 def test_union_keeps_every_number_and_no_other(parts: list[Span]) -> None:
     merged = union(parts)
     assert {n for s in merged for n in range(s.lo, s.hi)} == {n for s in parts for n in range(s.lo, s.hi)}
-    assert all(left.hi < right.lo for left, right in zip(merged, merged[1:], strict=False))
+    assert all(left.hi < right.lo for left, right in pairwise(merged))
     assert all(len(span) for span in merged)
