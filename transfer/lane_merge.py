@@ -36,12 +36,11 @@ def _join_runs(lanes: Iterable[Lane]) -> list[Lane]:
 
 
 def _follows(first: Lane, second: Lane) -> bool:
-    """Whether `second` starts where `first` ends on both sides, for whole pages."""
+    """Whether `second` starts where `first` ends on both sides, in every sub-page."""
     return (
-        (first.src_pool, first.dst_pool) == (second.src_pool, second.dst_pool)
-        and first.is_single_run
+        first.is_single_run
         and second.is_single_run
-        and not (first.src_sub_stride or first.dst_sub_stride or second.src_sub_stride or second.dst_sub_stride)
+        and _frame(first) == _frame(second)
         and first.src_offset + first.run_bytes == second.src_offset
         and first.dst_offset + first.run_bytes == second.dst_offset
     )
@@ -77,7 +76,11 @@ def _equal_steps(lanes: Sequence[Lane], at: int) -> int:
     return end - at
 
 
+def _frame(lane: Lane) -> tuple[int, int, int, int]:
+    """What places a lane's pages: lanes may be one only where these are equal."""
+    return (lane.src_pool, lane.dst_pool, lane.src_sub_stride, lane.dst_sub_stride)
+
+
 def _shape(lane: Lane) -> tuple[object, ...]:
     """Everything two lanes must have in common to be rows of one lane."""
-    pools = (lane.src_pool, lane.dst_pool)
-    return (pools, lane.src_sub_stride, lane.dst_sub_stride, lane.outer, lane.inner, lane.run_bytes)
+    return (_frame(lane), lane.outer, lane.inner, lane.run_bytes)
