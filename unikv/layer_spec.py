@@ -70,14 +70,20 @@ class KVDtype(_ParsedEnum):
         return {"float32": 32, "float16": 16, "bfloat16": 16, "float8_e4m3fn": 8, "nvfp4": 4}[self.value]
 
 
+def _is_int(value: object) -> bool:
+    """Return whether `value` is a true integer; ``True`` counts heads no better than ``"2"`` does."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVCacheLayerSpec:
     """One layer's KV storage on this rank.
 
     Attributes:
         layer_id: global layer number, unique in the manager; draft layers come after the target's.
-        owner: target or draft. Must be the enum: a wrong owner is a silent loss of draft KV elsewhere.
-        num_kv_heads: KV heads on THIS rank, after the tensor-parallel split.
+        owner: target or draft; a name is parsed. There is no default: a wrong owner is a silent loss of draft KV.
+        num_kv_heads: KV heads on THIS rank, after the tensor-parallel split; 0 only for a target layer that stores
+            nothing but `extra_buffers`.
         total_num_kv_heads: KV heads of the whole model; None means the same as `num_kv_heads`.
         head_dim: elements per head (for MLA the latent width, e.g. 512 + 64).
         kv_factor: 2 for K and V, 1 for key-only layers (MLA, index keys).
@@ -89,7 +95,7 @@ class KVCacheLayerSpec:
 
     Raises:
         SpecError: any field is out of its range; the text names the layer and the field.
-        TypeError: `owner` is not a `LayerOwner`.
+        TypeError: `owner` is neither a `LayerOwner` nor the name of one.
     """
 
     layer_id: LayerId
@@ -102,9 +108,11 @@ class KVCacheLayerSpec:
     window: int | None = None
     sink_tokens: int = 0
     reuse_policy: ReusePolicy = ReusePolicy.REQUIRED
-    extra_buffers: Mapping[str, int] = field(default_factory=dict)
+    extra_buffers: Mapping[str, int] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
+        # Our own copy: the caller's mapping may change, the spec must not.
+        object.__setattr__(self, "extra_buffers", dict(self.extra_buffers))
         self._check_identity()
         self._check_geometry()
         self._check_nvfp4()
@@ -124,51 +132,61 @@ class KVCacheLayerSpec:
     @property
     def roles(self) -> tuple[str, ...]:
         """Every role this layer stores, data before scales before extras, K before V."""
-        data = (KEY, VALUE)[: self.kv_factor]
-        scales = (KEY_BLOCK_SCALE, VALUE_BLOCK_SCALE)[: self.kv_factor] if self.dtype is KVDtype.NVFP4 else ()
-        return (*data, *scales, *self.extra_buffers)
+        stored = self.kv_factor if self.num_kv_heads else 0
+        scales = (KEY_BLOCK_SCALE, VALUE_BLOCK_SCALE) if self.dtype is KVDtype.NVFP4 else ()
+        return (*(KEY, VALUE)[:stored], *scales[:stored], *self.extra_buffers)
 
     def _fail(self, name: str, got: object, want: str, cure: str) -> SpecError:
         return SpecError(explain(f"layer {self.layer_id}", name, got, want, cure))
 
     def _check_identity(self) -> None:
-        if not isinstance(self.layer_id, int) or self.layer_id < 0:
+        if not _is_int(self.layer_id) or self.layer_id < 0:
             raise self._fail("layer_id", self.layer_id, "an integer >= 0", "number layers globally from 0")
-        if not isinstance(self.owner, LayerOwner):
-            raise TypeError(
-                explain(f"layer {self.layer_id}", "owner", self.owner, "LayerOwner.TARGET or .DRAFT", "pass the enum")
-            )
-        for name, kind in (("dtype", KVDtype), ("reuse_policy", ReusePolicy)):
-            value = getattr(self, name)
-            if not isinstance(value, kind):
-                legal = ", ".join(kind)
-                raise self._fail(name, value, f"a {kind.__name__} ({legal})", f"parse it with {kind.__name__}(...)")
+        if not isinstance(self.owner, str):
+            want = "LayerOwner.TARGET or LayerOwner.DRAFT"
+            raise TypeError(explain(f"layer {self.layer_id}", "owner", self.owner, want, "pass the enum"))
+        self._parse("owner", LayerOwner)
+        self._parse("dtype", KVDtype)
+        self._parse("reuse_policy", ReusePolicy)
+
+    def _parse(self, name: str, kind: type[_ParsedEnum]) -> None:
+        value = getattr(self, name)
+        legal = {member.value: member for member in kind}
+        if not isinstance(value, str) or value not in legal:
+            raise self._fail(name, value, f"a {kind.__name__} ({', '.join(legal)})", "use one of these")
+        object.__setattr__(self, name, legal[value])
 
     def _check_geometry(self) -> None:
-        for name in ("num_kv_heads", "head_dim"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise self._fail(name, value, "an integer >= 1", "leave out layers that store nothing")
+        extras_only = self.num_kv_heads == 0 and bool(self.extra_buffers) and not self.is_draft
+        if not _is_int(self.num_kv_heads) or (self.num_kv_heads < 1 and not extras_only):
+            raise self._fail(
+                "num_kv_heads", self.num_kv_heads, "an integer >= 1", "leave out layers that store nothing"
+            )
+        if not _is_int(self.head_dim) or self.head_dim < 1:
+            raise self._fail("head_dim", self.head_dim, "an integer >= 1", "leave out layers that store nothing")
         if self.kv_factor not in (1, 2):
             raise self._fail("kv_factor", self.kv_factor, "1 (key-only) or 2 (K and V)", "set 1 or 2")
-        if self.total_num_kv_heads is not None and self.total_num_kv_heads < self.num_kv_heads:
-            want = f">= num_kv_heads={self.num_kv_heads}"
-            raise self._fail("total_num_kv_heads", self.total_num_kv_heads, want, "give the model's global head count")
+        total = self.total_num_kv_heads
+        if total is not None and (not _is_int(total) or total < self.num_kv_heads):
+            want = f"an integer >= num_kv_heads={self.num_kv_heads}"
+            raise self._fail("total_num_kv_heads", total, want, "give the model's global head count")
 
     def _check_nvfp4(self) -> None:
         if self.dtype is not KVDtype.NVFP4:
             return
         if self.head_dim % 2:
-            raise self._fail("head_dim", self.head_dim, "even for nvfp4 (two elements a byte)", "pad the head dimension")
+            raise self._fail(
+                "head_dim", self.head_dim, "even for nvfp4 (two elements a byte)", "pad the head dimension"
+            )
         if self.head_dim % NVFP4_SCALE_ELEMENTS:
             want = f"a multiple of {NVFP4_SCALE_ELEMENTS} for nvfp4, so that every head owns whole scale bytes"
             raise self._fail("head_dim", self.head_dim, want, "pad the head dimension")
 
     def _check_window(self) -> None:
-        if self.window is not None and self.window < 1:
+        if self.window is not None and (not _is_int(self.window) or self.window < 1):
             raise self._fail("window", self.window, "an integer >= 1 token, or None", "use None for full attention")
-        if self.sink_tokens < 0:
-            raise self._fail("sink_tokens", self.sink_tokens, ">= 0 tokens", "use 0 for no sinks")
+        if not _is_int(self.sink_tokens) or self.sink_tokens < 0:
+            raise self._fail("sink_tokens", self.sink_tokens, "an integer >= 0 tokens", "use 0 for no sinks")
         if self.sink_tokens and self.window is None:
             raise self._fail("sink_tokens", self.sink_tokens, "0 without a window", "set a window or drop the sinks")
 
@@ -177,8 +195,9 @@ class KVCacheLayerSpec:
             if role in STANDARD_ROLES:
                 want = f"names other than {', '.join(STANDARD_ROLES)}"
                 raise self._fail("extra_buffers", role, want, "rename the extra role")
-            if size < 1:
-                raise self._fail(f"extra_buffers[{role!r}]", size, ">= 1 byte per token", "leave out empty buffers")
+            if not _is_int(size) or size < 1:
+                want = "an integer >= 1 byte per token"
+                raise self._fail(f"extra_buffers[{role!r}]", size, want, "leave out empty buffers")
 
 
 def check_layer_specs(specs: Iterable[KVCacheLayerSpec]) -> tuple[KVCacheLayerSpec, ...]:
@@ -193,7 +212,9 @@ def check_layer_specs(specs: Iterable[KVCacheLayerSpec]) -> tuple[KVCacheLayerSp
     seen: set[int] = set()
     for spec in ordered:
         if spec.layer_id in seen:
-            raise SpecError(explain(f"layer {spec.layer_id}", "layer_id", spec.layer_id, "unique", "renumber the layers"))
+            raise SpecError(
+                explain(f"layer {spec.layer_id}", "layer_id", spec.layer_id, "unique", "renumber the layers")
+            )
         seen.add(spec.layer_id)
     last_target = max((spec.layer_id for spec in ordered if not spec.is_draft), default=-1)
     for spec in ordered:
