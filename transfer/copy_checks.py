@@ -191,16 +191,21 @@ def _check_reach(number: int, side: str, reach: int, stride: int) -> None:
 
 def _check_rows_apart(lanes: list[Lane], subs: int) -> None:
     """Refuse lanes of one memory whose rows share a byte of a slot: sorted by start, each must end before the next."""
-    if not lanes:
-        return
+    for lane in lanes:
+        dims = ((subs, lane.dst_sub_stride), *((rows.count, rows.dst_stride) for rows in (lane.outer, lane.inner)))
+        if any(count > 1 and stride == 0 for count, stride in dims):
+            raise _shared_byte(lane.dst_offset)
     starts = np.concatenate([_row_starts(lane, subs) for lane in lanes])
     sizes = np.repeat([lane.run_bytes for lane in lanes], [_rows(lane) * subs for lane in lanes])
     order = np.argsort(starts, kind="stable")
     starts, ends = starts[order], (starts + sizes)[order]
     shared = np.flatnonzero(ends[:-1] > starts[1:])
     if len(shared):
-        got = int(starts[shared[0] + 1])
-        raise refuse("destination byte of a slot", got, "written once", "rows of the lanes overlap; compile them again")
+        raise _shared_byte(int(starts[shared[0] + 1]))
+
+
+def _shared_byte(offset: int) -> CopyError:
+    return refuse("destination byte of a slot", offset, "written once", "rows of the lanes overlap; compile them again")
 
 
 def _rows(lane: Lane) -> int:

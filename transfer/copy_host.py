@@ -39,9 +39,6 @@ _STRIPPED_RUNS_BYTES: Final = (1024, 1536, 2048)
 _STRIP_WINDOW_BYTES: Final = 4 * 1024 * 1024
 """Bytes of a lane moved strip by strip before the next pages: about what stays in the cache."""
 
-_WORTH_THREADS_BYTES: Final = 4 * 1024 * 1024
-"""Smaller jobs stay on the calling thread: waking another one costs about as much as copying this."""
-
 
 class _Landed:
     """The ticket of a copy that was over when submit returned."""
@@ -58,12 +55,14 @@ class HostCopier:
     pages among threads of the copier's own. Source rows must not be destination rows of the same job.
     """
 
-    def __init__(self, *, threads: int = 1) -> None:
+    def __init__(self, *, threads: int = 1, split_from_bytes: int = 4 * 1024 * 1024) -> None:
         """Make a copier.
 
         Args:
             threads: threads that share the pages of one job, the calling one included. More than one helps only
                 where one core does not reach the memory's bandwidth and further cores are idle.
+            split_from_bytes: smaller jobs stay on the calling thread; waking another one costs about as much as
+                copying a few MiB.
 
         Raises:
             ConfigError: `threads` is not at least 1.
@@ -71,6 +70,7 @@ class HostCopier:
         if threads < 1:
             raise ConfigError(explain("host copier", "threads", threads, "an integer >= 1", "use 1 to copy in place"))
         self._threads = threads
+        self._split_from_bytes = split_from_bytes
         self._helpers = ThreadPoolExecutor(threads - 1, thread_name_prefix="unikv-copy") if threads > 1 else None
         self._closed = False
 
@@ -98,7 +98,7 @@ class HostCopier:
 
     def _copy(self, job: CopyJob, subs: SubCounts) -> None:
         size = len(job.pages) * sum(lane.page_bytes for lane in job.lanes)
-        parts = min(self._threads, len(job.pages)) if size >= _WORTH_THREADS_BYTES else 1
+        parts = min(self._threads, len(job.pages)) if size >= self._split_from_bytes else 1
         bounds = [len(job.pages) * part // parts for part in range(parts + 1)]
         work = [partial(_copy_pages, job, subs, lo, hi) for lo, hi in pairwise(bounds)]
         elsewhere = [self._helpers.submit(part) for part in work[1:]] if self._helpers else []
