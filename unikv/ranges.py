@@ -89,14 +89,20 @@ def stage_layers(num_layers: int, pp: int, pp_rank: int) -> Span:
     return Span(lo, lo + share + (1 if pp_rank < rest else 0))
 
 
-def effective_window(window: int | None, max_seq_len: int | None) -> int | None:
+def effective_window(window: int | None, max_seq_len: int | None, *, lookahead_tokens: int = 0) -> int | None:
     """Return the window in tokens, or None (full attention) where it can never cut anything off.
 
     Used for grouping and for sizing alike, so that a window as long as the longest sequence is no window in both.
+
+    Args:
+        window: tokens a query sees, its own included; None for full attention.
+        max_seq_len: longest sequence in tokens, None where unknown: then every window stays.
+        lookahead_tokens: tokens a reader may step back after a prefix match; the window grows by as many.
     """
-    if window is None or (max_seq_len is not None and window >= max_seq_len):
+    if window is None:
         return None
-    return window
+    grown = window + lookahead_tokens
+    return None if max_seq_len is not None and grown >= max_seq_len else grown
 
 
 def stale_blocks(history_tokens: int, window: int | None, sink_blocks: int, tokens_per_block: int) -> Span:
