@@ -25,7 +25,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from transfer.copier import CopyJob, Region
+from transfer.copier import CopyJob, CopyTicket, Region
 from transfer.copy_checks import Extent, SubCounts, check_job, refuse
 from transfer.copy_moves import Move, find_moves
 from transfer.plan import Lane
@@ -74,7 +74,7 @@ class HostCopier:
         self._helpers = ThreadPoolExecutor(threads - 1, thread_name_prefix="unikv-copy") if threads > 1 else None
         self._closed = False
 
-    def submit(self, job: CopyJob) -> _Landed:
+    def submit(self, job: CopyJob) -> CopyTicket:
         """Copy `job` and return a ticket that is done. Borrows the regions only for the call.
 
         Raises:

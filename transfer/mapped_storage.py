@@ -43,7 +43,7 @@ class MappedStorage:
         Raises:
             RemoteProtocolError: the card offers no memfd, or the file is not what the card says.
             LinkBrokenError: the process or its descriptor is gone, or names another file by now.
-            IncompatiblePeerError: the operating system forbids it (another user, a hardened kernel, memory limits).
+            IncompatiblePeerError: the operating system forbids it (another user, a sealed file, memory limits).
         """
         export = storage.export
         if export is None or export.kind != MEMFD:
@@ -83,7 +83,7 @@ def _open(export: MemoryExport, thing: str) -> int:
         raise LinkBrokenError(explain(thing, "export", path, "an open descriptor of a live process", cure)) from error
     except PermissionError as error:
         want = "a descriptor this user may open"
-        cure = "run both workers as one user (and let it trace its own processes), or use a staged path"
+        cure = "run both workers as one user, or use a staged path"
         raise IncompatiblePeerError(explain(thing, "export", path, want, cure), mismatches=[str(error)]) from error
     except OSError as error:
         cure = "correct the card, or use a staged path"
@@ -121,8 +121,8 @@ def _map_shared(fd: int, size_bytes: int, thing: str) -> NDArray[np.uint8]:
     address = _libc.mmap(None, size_bytes, access, flags, fd, 0)
     if address == _MAP_FAILED:
         reason = os.strerror(ctypes.get_errno())
-        cure = "raise this process's memory limits, or use a staged path"
-        text = explain(thing, "mapping in bytes", size_bytes, "within the limits of this process", cure)
+        cure = "look at this process's memory limits and the peer's seals, or use a staged path"
+        text = explain(thing, "mapping", f"{size_bytes} bytes: {reason}", "shared and writable", cure)
         raise IncompatiblePeerError(text, mismatches=[reason])
     owner: Any = (ctypes.c_uint8 * size_bytes).from_address(address)
     ending = weakref.finalize(owner, _libc.munmap, address, size_bytes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from transfer.copier import CopyJob
+from transfer.copier import CopyJob, CopyTicket
 from transfer.copy_host import HostCopier
 from transfer.testing_copier import CopierConformance, CopyCase, PoolShape, expected_bytes, make_lane, make_pages
 from unikv.errors import CopyError
@@ -29,7 +29,7 @@ class _Lazy:
 class _Spilling(HostCopier):
     """Copies right, and then changes the byte before the first destination pool."""
 
-    def submit(self, job: CopyJob) -> _Done:
+    def submit(self, job: CopyJob) -> CopyTicket:
         ticket = super().submit(job)
         memory = next(iter(job.destination.values())).memory
         memory.base[memory.ctypes.data - memory.base.ctypes.data - 1] ^= 1
@@ -39,7 +39,7 @@ class _Spilling(HostCopier):
 class _TooLate(HostCopier):
     """Refuses what it must, after it wrote."""
 
-    def submit(self, job: CopyJob) -> _Done:
+    def submit(self, job: CopyJob) -> CopyTicket:
         job.destination[0].memory[0] ^= 1
         return super().submit(job)
 
@@ -47,7 +47,7 @@ class _TooLate(HostCopier):
 class _Doubtful(HostCopier):
     """Refuses before it writes, and does not know it."""
 
-    def submit(self, job: CopyJob) -> _Done:
+    def submit(self, job: CopyJob) -> CopyTicket:
         try:
             return super().submit(job)
         except CopyError as error:
