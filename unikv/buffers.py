@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from unikv.errors import LocalProtocolError, SpecError, explain
+from unikv.geometry import TensorGeometry
 from unikv.ids import GroupId
 from unikv.layout import CacheLayout
 
@@ -31,6 +32,14 @@ __all__ = ["BASE_ALIGNMENT_BYTES", "MemfdExport", "PoolStorage", "Tensor", "pars
 
 BASE_ALIGNMENT_BYTES: Final = 256
 """Every storage starts at a multiple of this: enough for the widest vector loads and for CUDA IPC."""
+
+_TORCH_DTYPES: Final = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+    "uint8": torch.uint8,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +136,18 @@ class PoolStorage:
         array: NDArray[np.uint8] = tensor.numpy()
         return array
 
+    def tensor(self, geometry: TensorGeometry) -> Tensor:
+        """Return the tensor that `geometry` describes, over the pool it names; it shares the memory.
+
+        Packed NVFP4 data is uint8. float8 tensors cannot be filled by index on every device: fill a uint8 view of them.
+
+        Raises:
+            LocalProtocolError: the storage is closed.
+        """
+        storage = self.storages[self.storage_of(geometry.group_id, geometry.pool_index)]
+        typed = storage.view(_TORCH_DTYPES[geometry.dtype])
+        return typed.as_strided(geometry.shape, geometry.strides, geometry.storage_offset)
+
     def close(self) -> None:
         """Let go of the memory and close its descriptors. Safe to call twice."""
         self._storages = None
@@ -134,6 +155,7 @@ class PoolStorage:
             os.close(self._memfds.pop())
 
     def _allocate(self, layout: CacheLayout, slots_per_pool_group: Sequence[int]) -> None:
+        self._check_physical_memory(layout, slots_per_pool_group)
         tensors: list[Tensor] = []
         first_of_pool_group: dict[int, int] = {}
         for group in layout.groups:
@@ -145,6 +167,15 @@ class PoolStorage:
             first = first_of_pool_group[group.pool_group]
             self._numbers |= {(group.group_id, pool.index): first + pool.index for pool in group.pools}
         self._storages = tuple(tensors)
+
+    def _check_physical_memory(self, layout: CacheLayout, slots_per_pool_group: Sequence[int]) -> None:
+        # The kernel promises more shared memory than there is, and kills the process that comes to fetch it.
+        page_bytes = {group.pool_group: group.page_bytes for group in layout.groups}
+        size_bytes = sum(page_bytes[i] * num_slots for i, num_slots in enumerate(slots_per_pool_group))
+        physical_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if self.device.type == "cpu" and size_bytes > physical_bytes:
+            want = f"<= {physical_bytes}, the memory of this machine"
+            raise SpecError(explain("pool storage on cpu", "size_bytes", size_bytes, want, "choose a smaller pool"))
 
     def _zeroed(self, size_bytes: int) -> Tensor:
         try:
@@ -181,7 +212,7 @@ def parse_device(device: str) -> torch.device:
         SpecError: any other text, or CUDA where torch finds none.
     """
     kind, _, index = device.partition(":")
-    if kind not in ("cpu", "cuda") or (index and not (kind == "cuda" and index.isdecimal())):
+    if device not in ("cpu", "cuda") and not (kind == "cuda" and index.isdecimal()):
         raise SpecError(explain("pool storage", "device", device, '"cpu", "cuda" or "cuda:<index>"', "name a device"))
     if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
         got = f"{device} of {torch.cuda.device_count()} CUDA device(s)"
