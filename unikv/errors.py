@@ -7,6 +7,7 @@ sentence serves a log line, an exception and a person at a terminal.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import Enum
 
 
 def explain(thing: str, field: str, got: object, want: str, cure: str) -> str:
@@ -15,11 +16,12 @@ def explain(thing: str, field: str, got: object, want: str, cure: str) -> str:
     Args:
         thing: what the sentence is about, with its identity ("layer 3", "pair file a.yaml").
         field: the field, key or quantity that is wrong, with its unit where it has one.
-        got: the value that was found.
+        got: the value that was found; an enum member is shown by its value.
         want: what would have been right.
         cure: what the reader should do now.
     """
-    return f"{thing}: {field} is {got!r}, expected {want}; {cure}"
+    shown = got.value if isinstance(got, Enum) else got
+    return f"{thing}: {field} is {shown!r}, expected {want}; {cure}"
 
 
 class UnikvError(Exception):

@@ -106,7 +106,7 @@ def check_against_scalars(
         for spec, value in zip(specs, _per_layer(field, values, len(specs)), strict=True):
             got = getattr(spec, field)
             if value is not None and value != got:
-                want = f"{value!r} as the argument {field} says"
+                want = f"{value} as the argument {field} says"
                 cure = f"leave out the argument {field}, specs already say it"
                 raise SpecError(explain(f"layer {spec.layer_id}", field, got, want, cure))
 

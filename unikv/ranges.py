@@ -64,8 +64,11 @@ def head_shard(total_heads: int, tp: int, tp_rank: int, *, thing: str = "layer")
     """Return the heads of rank `tp_rank` of `tp`: a slice where ``tp <= heads``, else a replica of head ``r*h//tp``.
 
     Raises:
-        SpecError: heads and tp do not divide one another; `thing` opens the message.
+        SpecError: heads and tp do not divide one another, or the rank is not one of them; `thing` opens the message.
     """
+    _check_rank(thing, "tp_rank", tp_rank, tp)
+    if total_heads < 1:
+        raise SpecError(explain(thing, "kv_heads", total_heads, "an integer >= 1", "give the model's head count"))
     if tp <= total_heads:
         if total_heads % tp:
             raise SpecError(
@@ -82,8 +85,18 @@ def head_shard(total_heads: int, tp: int, tp_rank: int, *, thing: str = "layer")
     return HeadShard(Span(head, head + 1), tp_rank % replicas, replicas)
 
 
+def _check_rank(thing: str, name: str, rank: int, size: int) -> None:
+    if not 0 <= rank < size:
+        raise SpecError(explain(thing, name, rank, f"in [0, {size})", "pass the rank inside its instance"))
+
+
 def stage_layers(num_layers: int, pp: int, pp_rank: int) -> Span:
-    """Return the layers of pipeline stage `pp_rank`: as even as possible, earlier stages take the remainder."""
+    """Return the layers of pipeline stage `pp_rank`: as even as possible, earlier stages take the remainder.
+
+    Raises:
+        SpecError: there is no such stage.
+    """
+    _check_rank("pipeline", "pp_rank", pp_rank, pp)
     share, rest = divmod(num_layers, pp)
     lo = pp_rank * share + min(pp_rank, rest)
     return Span(lo, lo + share + (1 if pp_rank < rest else 0))

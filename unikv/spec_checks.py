@@ -66,7 +66,7 @@ def _check_equal(specs: Sequence[KVCacheLayerSpec], fields: Sequence[str], cure:
         for field in fields:
             got, want = getattr(spec, field), getattr(specs[0], field)
             if got != want:
-                raise _error(spec, field, got, f"{want!r} as in layer {specs[0].layer_id}", cure)
+                raise _error(spec, field, got, f"{want} as in layer {specs[0].layer_id}", cure)
 
 
 def _error(spec: KVCacheLayerSpec, field: str, got: object, want: str, cure: str) -> SpecError:
