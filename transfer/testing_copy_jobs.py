@@ -79,7 +79,7 @@ def _kv_cases() -> dict[str, CopyCase]:
     return cases
 
 
-_ODD_RUNS_BYTES: Final = (1, 2, 3, 7, 8, 16, 72, 512, 1024, 1536, 2048, 4100, 16384, 16385, 40000)
+_ODD_RUNS_BYTES: Final = (1, 2, 3, 7, 8, 16, 72, 512, 1024, 1536, 2048, 4100, 16384, 16385, 24576, 40000)
 
 COPIES: Final[Mapping[str, CopyCase]] = {
     "one page": _whole([3], [9]),
