@@ -21,6 +21,7 @@ import msgpack
 
 from transfer.hello import PROTOCOL_VERSION
 from transfer.link import Frame
+from transfer.link_guard import MAX_FRAME_BYTES
 from transfer.messages import Envelope, Message
 from transfer.wire_schema import compile_record
 from transfer.wire_values import MAX_TEXT_BYTES, NON_NEGATIVE, TEXT, FieldError, at
@@ -29,7 +30,7 @@ from unikv.errors import LocalProtocolError, RemoteProtocolError, SpecError, exp
 MAGIC: Final = "unikv-transfer"
 MAX_HEADER_BYTES: Final = 4 * 1024**2
 """Longest frame 0; the rank card of a model with hundreds of layers takes well under a tenth of it."""
-MAX_PAYLOAD_BYTES: Final = 256 * 1024**2
+MAX_PAYLOAD_BYTES: Final = MAX_FRAME_BYTES
 """Longest staged chunk, and so the longest frame of any message."""
 MAX_FRAMES: Final = 1024
 """Most frames of one message: the header and a page table for every layer group."""

@@ -1,0 +1,397 @@
+"""Links over ZeroMQ, between processes and hosts.
+
+A link receives on one ROUTER socket and sends on one DEALER socket per address it connected to. libzmq would reconnect
+behind our back and lose what was in flight; a link never lets it: a connection is made once, and when it breaks, the
+peer is gone. Until a connection stands, messages wait here and not in libzmq.
+
+========================  =====================================================================================
+event of the DEALER       what the link makes of it
+========================  =====================================================================================
+handshake succeeded       the connection stands; what waited is sent
+connect failed            another attempt a moment later, until the connect time-out
+handshake broken off      the same: a listener that is just dying looks so
+handshake refused         the peer is gone: what listens there speaks something else
+disconnected              the peer is gone: it closed, died, or did not answer heartbeats
+========================  =====================================================================================
+
+Heartbeats are sent and answered by the I/O threads of libzmq: a peer that computes for minutes is not taken for dead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from transfer.link import Frame, LinkEvent, PeerGone, Received, SendTicket
+from transfer.link_guard import (
+    CLOSE_TIMEOUT_S,
+    CONNECT_TIMEOUT_S,
+    MAX_FRAME_BYTES,
+    MAX_MESSAGE_FRAMES,
+    MAX_WAIT_S,
+    NAME_BYTES,
+    ThreadGuard,
+    broken,
+    check_frames,
+    closed,
+    new_name,
+)
+from unikv.errors import ConfigError, explain
+
+RETRY_S: Final = 0.05
+"""Pause between two attempts to connect."""
+HEARTBEAT_INTERVAL_S: Final = 5.0
+HEARTBEAT_TIMEOUT_S: Final = 30.0
+"""A peer whose I/O thread has been silent for so long is gone (frozen process, cut cable)."""
+HANDSHAKE_TIMEOUT_S: Final = 10.0
+COPY_BELOW_BYTES: Final = 64 * 1024
+"""Shorter frames are copied when sent: that is cheaper than tracking them."""
+RECEIVE_QUEUE_MESSAGES: Final = 4096
+"""Messages of one peer that may wait for a poll before libzmq stops reading from it."""
+EVENTS_PER_POLL: Final = 1024
+"""Most messages one poll returns, so that a flood cannot keep the caller from its other work."""
+LISTEN_BACKLOG: Final = 1024
+HANDSHAKE_BYTES: Final = 4096
+"""Longest frame a peer may send on a connection we made: handshakes and heartbeats, no message."""
+TRANSPORTS: Final = ("tcp://", "ipc://")
+
+_SENDER: Final = re.compile(rb"([0-9a-f]{%d})\.[0-9]{1,19}" % (2 * NAME_BYTES))
+"""Routing id of a link's DEALER: the link's name and the number of the connection, so that none is ever used twice."""
+_REFUSED: Final = (zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+_FAILED: Final = (zmq.EVENT_CLOSED, zmq.EVENT_DISCONNECTED, zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
+_WATCHED: Final = sum((zmq.EVENT_HANDSHAKE_SUCCEEDED, *_REFUSED, *_FAILED))
+
+_Socket = zmq.Socket[bytes]
+_Context = zmq.Context[_Socket]
+
+
+class _Ticket:
+    """Done once no frame waits here and libzmq has let go of all it did not copy."""
+
+    __slots__ = ("trackers", "waiting")
+
+    def __init__(self) -> None:
+        self.waiting = True
+        self.trackers: list[zmq.MessageTracker] = []
+
+    def done(self) -> bool:
+        return not self.waiting and all(tracker.done for tracker in self.trackers)
+
+
+class _OutgoingSession:
+    """One address a link connected to: attempts to connect, then the connection, then nothing."""
+
+    def __init__(self, context: _Context, poller: zmq.Poller, address: str, routing_id: bytes) -> None:
+        self.address = address
+        self.due_s = 0.0
+        self.backlog: list[tuple[Sequence[Frame], _Ticket]] = []
+        self._context, self._poller, self._routing_id = context, poller, routing_id
+        self._dealer: _Socket | None = None
+        self.monitor: _Socket | None = None
+        self._stands = False
+
+    def start(self, now_s: float, timeout_s: float) -> None:
+        """Begin to connect; `due_s` is when `service` must be called even if no event arrives."""
+        self._timeout_s, self._give_up_at_s = timeout_s, now_s + timeout_s
+        self.due_s = now_s
+
+    def service(self, now_s: float) -> str | None:
+        """Do what is due and return why the peer is gone, or None where it is not."""
+        for event in self._events():
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._stand()
+            elif event in _REFUSED:
+                return "what listens there refused the handshake; is it a link of another release?"
+            elif self._stands:
+                return "the connection is lost"
+            else:
+                self.stop(linger_s=0)
+                self.due_s = now_s + RETRY_S
+        if self._stands:
+            return None
+        if now_s >= self._give_up_at_s:
+            return f"no listener within {self._timeout_s:g} s"
+        if self._dealer is None and now_s >= self.due_s:
+            return self._attempt()
+        return None
+
+    def send(self, frames: Sequence[Frame], ticket: _Ticket) -> None:
+        """Send now, or keep for when the connection stands. Raises zmq.Again where it has just broken."""
+        if self._stands:
+            self._transmit(frames, ticket)
+        else:
+            self.backlog.append((frames, ticket))
+
+    def stop(self, linger_s: float) -> None:
+        """Close the sockets of this attempt; what libzmq still holds is sent for up to `linger_s`."""
+        if self.monitor is not None:
+            self._poller.unregister(self.monitor)
+            self.monitor.close(linger=0)
+        if self._dealer is not None:
+            self._dealer.disable_monitor()
+            self._dealer.close(linger=int(linger_s * 1000))
+        self._dealer = self.monitor = None
+
+    def drop(self) -> None:
+        """Stop at once and let go of every frame."""
+        self.stop(linger_s=0)
+        for _, ticket in self.backlog:
+            ticket.waiting = False
+        self.backlog.clear()
+
+    def _attempt(self) -> str | None:
+        self.due_s = self._give_up_at_s
+        if not self.address.startswith(TRANSPORTS):
+            return f"not an address of {' or '.join(TRANSPORTS)}"
+        try:
+            self._dealer = _make_dealer(self._context, self._routing_id)
+            self.monitor = self._dealer.get_monitor_socket(_WATCHED)
+            self.monitor.linger = 0
+            self._poller.register(self.monitor, zmq.POLLIN)
+            self._dealer.connect(self.address)
+        except zmq.ZMQError as error:
+            return f"cannot connect: {error}"
+        return None
+
+    def _events(self) -> Iterator[int]:
+        while self.monitor is not None:
+            try:
+                yield recv_monitor_message(self.monitor, zmq.NOBLOCK)["event"]
+            except zmq.Again:
+                return
+
+    def _stand(self) -> None:
+        self._stands, self.due_s = True, math.inf
+        waiting, self.backlog = self.backlog, []
+        for frames, ticket in waiting:
+            with contextlib.suppress(zmq.Again):  # broken again already: its event is on its way
+                self._transmit(frames, ticket)
+
+    def _transmit(self, frames: Sequence[Frame], ticket: _Ticket) -> None:
+        assert self._dealer is not None
+        ticket.waiting = False
+        for left, frame in enumerate(frames, start=1 - len(frames)):
+            flags = zmq.NOBLOCK | (zmq.SNDMORE if left else 0)
+            if memoryview(frame).nbytes < COPY_BELOW_BYTES:
+                self._dealer.send(frame, flags)
+            else:
+                ticket.trackers.append(self._dealer.send(frame, flags, copy=False, track=True))
+
+
+class ZmqLink:
+    """One ZeroMQ link. See `transfer.link.Link` for the contract.
+
+    Args:
+        bind: where to listen: ``tcp://HOST:PORT`` with ``*`` for any free port, or ``ipc://PATH``. Other hosts reach
+            us only on an address that is not loopback, and anybody who reaches it may send to us.
+        connect_timeout_s: how long to wait for a listener at an address.
+        context: a ZeroMQ context to share; None gives the link its own, which it terminates when it closes.
+
+    Raises:
+        ConfigError: nothing can listen at `bind`.
+    """
+
+    def __init__(
+        self,
+        bind: str = "tcp://127.0.0.1:*",
+        *,
+        connect_timeout_s: float = CONNECT_TIMEOUT_S,
+        context: _Context | None = None,
+    ) -> None:
+        self._own_context = context is None
+        self._context = zmq.Context() if context is None else context
+        self._router, self._address = _listen(self._context, bind, own_context=self._own_context)
+        self._connect_timeout_s = connect_timeout_s
+        self._name = new_name()
+        self._guard = ThreadGuard()
+        self._closed = False
+        self._connections = 0
+        self._outgoing: dict[str, _OutgoingSession] = {}
+        self._dropped_messages = 0
+        self._wake_lock = threading.Lock()
+        self._wake_fd: int | None = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poller = zmq.Poller()
+        self._poller.register(self._router, zmq.POLLIN)
+        self._poller.register(self._wake_fd, zmq.POLLIN)
+
+    @property
+    def name(self) -> str:
+        """Unguessable name, what peers see as `Received.peer`."""
+        return self._name
+
+    @property
+    def address(self) -> str:
+        """Where other links reach this one, with the port that was chosen."""
+        return self._address
+
+    @property
+    def dropped_messages(self) -> int:
+        """Messages dropped because they came from no link of ours, or had too many frames or none."""
+        return self._dropped_messages
+
+    def connect(self, address: str) -> None:
+        """Begin to connect to `address`; what cannot be reached, or is no address, is a PeerGone of a later poll."""
+        self._check()
+        if address in self._outgoing:
+            return
+        self._connections += 1
+        routing_id = f"{self._name}.{self._connections}".encode()
+        outgoing = _OutgoingSession(self._context, self._poller, address, routing_id)
+        outgoing.start(time.monotonic(), self._connect_timeout_s)
+        self._outgoing[address] = outgoing
+
+    def disconnect(self, address: str) -> None:
+        """Forget `address`; what has not left this process is dropped."""
+        self._check()
+        outgoing = self._outgoing.pop(address, None)
+        if outgoing is not None:
+            outgoing.drop()
+
+    def send(self, address: str, frames: Sequence[Frame]) -> SendTicket:
+        """Queue one message; frames of 64 KiB and more are sent from where they are. Never blocks."""
+        self._check()
+        check_frames(frames, address)
+        if address not in self._outgoing:
+            raise broken(address)
+        ticket = _Ticket()
+        try:
+            self._outgoing[address].send(frames, ticket)
+        except zmq.Again:
+            raise broken(address) from None
+        return ticket
+
+    def poll(self, timeout_s: float) -> list[LinkEvent]:
+        """Return what arrived, waiting for it up to `timeout_s` seconds; messages come before the peers that left."""
+        self._guard.adopt()
+        self._check()
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            events, woken = self._turn(deadline_s)
+            if events or woken or time.monotonic() >= deadline_s:
+                return events
+
+    def wake(self) -> None:
+        """Make a running or the next `poll` return early; from any thread, also after close."""
+        with self._wake_lock:
+            if self._wake_fd is not None:
+                os.eventfd_write(self._wake_fd, 1)
+
+    def close(self) -> None:
+        """Send what is queued, waiting at most a second, then free everything. Not while another thread polls."""
+        deadline_s = time.monotonic() + CLOSE_TIMEOUT_S
+        while not self._closed and self._has_backlog() and time.monotonic() < deadline_s:
+            self._turn(deadline_s)
+        self._shut(linger_s=max(0.0, deadline_s - time.monotonic()))
+
+    def abort(self) -> None:
+        """Free everything at once. Not while another thread polls."""
+        self._shut(linger_s=0.0)
+
+    def _check(self) -> None:
+        if self._closed:
+            raise closed(self._address)
+        self._guard.check(self._address)
+
+    def _has_backlog(self) -> bool:
+        return any(outgoing.backlog for outgoing in self._outgoing.values())
+
+    def _turn(self, deadline_s: float) -> tuple[list[LinkEvent], bool]:
+        """Wait once and return what came of it, and whether somebody woke us."""
+        due_s = min([deadline_s, *(outgoing.due_s for outgoing in self._outgoing.values())])
+        wait_s = min(max(0.0, due_s - time.monotonic()), MAX_WAIT_S)
+        ready = dict(self._poller.poll(math.ceil(wait_s * 1000)))
+        woken = self._wake_fd in ready
+        if woken and self._wake_fd is not None:
+            os.eventfd_read(self._wake_fd)
+        # Look after the connections first: what a peer sent before it left is then most likely in our queue already.
+        gone = self._service(ready)
+        received = self._receive() if self._router in ready or gone else []
+        return [*received, *gone], woken
+
+    def _service(self, ready: Mapping[Any, int]) -> list[LinkEvent]:
+        now_s = time.monotonic()
+        gone: list[LinkEvent] = []
+        for address, outgoing in list(self._outgoing.items()):
+            reason = outgoing.service(now_s) if now_s >= outgoing.due_s or outgoing.monitor in ready else None
+            if reason is not None:
+                outgoing.drop()
+                del self._outgoing[address]
+                gone.append(PeerGone(address, reason))
+        return gone
+
+    def _receive(self) -> list[LinkEvent]:
+        events: list[LinkEvent] = []
+        for _ in range(EVENTS_PER_POLL):
+            try:
+                parts: list[Any] = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                break
+            sender = _SENDER.fullmatch(parts[0].bytes)
+            if sender is None or not 2 <= len(parts) <= MAX_MESSAGE_FRAMES + 1:
+                self._dropped_messages += 1
+                continue
+            events.append(Received(sender[1].decode(), tuple([part.buffer for part in parts[1:]])))
+        return events
+
+    def _shut(self, linger_s: float) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        for outgoing in self._outgoing.values():
+            outgoing.stop(linger_s)
+            outgoing.drop()
+        self._outgoing.clear()
+        self._router.close(linger=0)
+        with self._wake_lock:
+            if self._wake_fd is not None:
+                os.close(self._wake_fd)
+            self._wake_fd = None
+        if self._own_context:
+            self._context.term()
+
+
+def _listen(context: _Context, bind: str, *, own_context: bool) -> tuple[_Socket, str]:
+    """Return a listening ROUTER and the address it can be reached at."""
+    router = context.socket(zmq.ROUTER)
+    _keep_alive(router)
+    router.rcvhwm = RECEIVE_QUEUE_MESSAGES
+    router.backlog = LISTEN_BACKLOG
+    router.maxmsgsize = MAX_FRAME_BYTES
+    try:
+        router.bind(bind)
+    except zmq.ZMQError as error:
+        router.close(linger=0)
+        if own_context:
+            context.term()
+        want = "a free address such as tcp://127.0.0.1:* or ipc://PATH"
+        cure = "bind to an address of this host that nobody uses"
+        raise ConfigError(explain("link", f"bind ({error})", bind, want, cure)) from None
+    return router, router.get_string(zmq.LAST_ENDPOINT)
+
+
+def _make_dealer(context: _Context, routing_id: bytes) -> _Socket:
+    dealer = context.socket(zmq.DEALER)
+    _keep_alive(dealer)
+    dealer.routing_id = routing_id
+    dealer.reconnect_ivl = -1
+    dealer.sndhwm = 0  # callers bound what they queue; a send never blocks
+    dealer.rcvhwm = 1  # nobody answers on this connection
+    dealer.maxmsgsize = HANDSHAKE_BYTES
+    return dealer
+
+
+def _keep_alive(socket: _Socket) -> None:
+    socket.linger = 0
+    socket.heartbeat_ivl = int(HEARTBEAT_INTERVAL_S * 1000)
+    socket.heartbeat_timeout = int(HEARTBEAT_TIMEOUT_S * 1000)
+    socket.heartbeat_ttl = int(HEARTBEAT_TIMEOUT_S * 1000)
+    socket.handshake_ivl = int(HANDSHAKE_TIMEOUT_S * 1000)
