@@ -68,8 +68,11 @@ install_everything() {
   shift 2
   rm -f "$STAMP"
   "$python" -m venv --clear "$VENV"
-  "$VENV/bin/python" -m pip -qq --disable-pip-version-check --log "$LOG" install "$@" -e "$ROOT[$extras]" ||
-    die "pip could not install unikv[$extras]; its log is $LOG"
+  if ! "$VENV/bin/python" -m pip --disable-pip-version-check install --progress-bar off "$@" -e "$ROOT[$extras]" &>"$LOG"
+  then
+    tail -n 20 "$LOG" >&2
+    die "pip could not install unikv[$extras]; all it said is in $LOG"
+  fi
 }
 
 prepare_environment() {
