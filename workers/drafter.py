@@ -24,7 +24,7 @@ from torch import nn
 
 from unikv.errors import ConfigError, explain
 
-WEIGHT_GROUP: Final = 32
+WEIGHT_GROUP: Final = 16
 """Neighbouring weights of one output row that share a scale and an offset when rounded."""
 
 
@@ -101,7 +101,8 @@ def round_weights(weight: torch.Tensor, bits: int) -> torch.Tensor:
     rows = weight.reshape(-1, group).float()
     low, high = rows.amin(dim=1, keepdim=True), rows.amax(dim=1, keepdim=True)
     step = ((high - low) / (2**bits - 1)).clamp_min(torch.finfo(torch.float32).tiny)
-    return (((rows - low) / step).round() * step + low).reshape(weight.shape).to(weight.dtype)
+    rounded: torch.Tensor = ((rows - low) / step).round() * step + low
+    return rounded.reshape(weight.shape).to(weight.dtype)
 
 
 def shortened_copy(model: nn.Module, drop: int) -> nn.Module:

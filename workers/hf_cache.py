@@ -25,7 +25,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from unikv.cache_manager import UnifiedKVCacheManager
 from unikv.errors import InternalError, LocalProtocolError, SpecError, explain
 from unikv.ids import NO_PAGE, GroupId, LayerId
-from unikv.layer_spec import KVLayout
+from unikv.layer_spec import KVDtype, KVLayout
 from unikv.ranges import ceil_div
 from unikv.request import KVCacheRequest
 from workers.hf_specs import AttentionPlan
@@ -49,7 +49,7 @@ class _Step:
     skip: int
 
 
-class PagedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no types
+class PagedLayer(CacheLayerMixin):  # type: ignore[misc, no-untyped-call, unused-ignore]  # partly typed
     """One model layer's K and V in the pages of `PagedKVCache`; borrows the manager's memory, owns none.
 
     Args:
@@ -59,7 +59,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no 
     supports_early_init = False
 
     def __init__(self, buffers: torch.Tensor, kv_layout: KVLayout, window: int | None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
         order = (1, 2, 0, 3, 4) if kv_layout is KVLayout.HND else (1, 3, 0, 2, 4)
         self._pages = buffers.permute(order)  # [2, heads, N, tpb, head_dim] whichever way it is stored
         # Byte-sized floats have no indexing kernels; their bytes do.
@@ -127,7 +127,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no 
         return -1
 
 
-class PagedKVCache(Cache):  # type: ignore[misc]  # transformers has no types
+class PagedKVCache(Cache):  # type: ignore[misc, unused-ignore]  # partly typed
     """The cache of one model over one request, for one sequence a pass.
 
     Args:
@@ -136,7 +136,7 @@ class PagedKVCache(Cache):  # type: ignore[misc]  # transformers has no types
         valid_from: first position whose KV exists; earlier positions are never read.
 
     Raises:
-        SpecError: a layer is not on this rank, or stores anything but plain K and V.
+        SpecError: a layer stores anything but plain K and V.
     """
 
     def __init__(
@@ -150,8 +150,9 @@ class PagedKVCache(Cache):  # type: ignore[misc]  # transformers has no types
         kv_layout = manager.layout.kv_layout
         buffers = [_plain_buffers(manager, layer_id) for layer_id in plan.layer_ids]
         self._device = buffers[0].device
-        layers = [PagedLayer(pages, kv_layout, window) for pages, window in zip(buffers, plan.windows, strict=True)]
-        super().__init__(layers=layers)
+        places = zip(buffers, plan.windows, strict=True)
+        self._paged = tuple(PagedLayer(pages, kv_layout, window) for pages, window in places)
+        super().__init__(layers=list(self._paged))
 
     def begin(self, position: int, tokens: int) -> None:
         """Prepare a forward pass over the tokens at ``[position, position + tokens)``.
@@ -169,7 +170,7 @@ class PagedKVCache(Cache):  # type: ignore[misc]  # transformers has no types
             thing, want = f"request {self._request.request_id}", f">= {end}"
             raise LocalProtocolError(explain(thing, "capacity_tokens", self._request.capacity_tokens, want, cure))
         steps: dict[tuple[GroupId, int | None], _Step] = {}
-        for group, layer in zip(self._groups, self.layers, strict=True):
+        for group, layer in zip(self._groups, self._paged, strict=True):
             if (group, layer.window) not in steps:
                 steps[group, layer.window] = self._places(group, layer.window, position, end)
             layer.begin(steps[group, layer.window])
@@ -179,7 +180,7 @@ class PagedKVCache(Cache):  # type: ignore[misc]  # transformers has no types
 
         None where no window was imposed, and for one token, which sees exactly what `update` returns.
         """
-        step = self.layers[0].step
+        step = self._paged[0].step
         tokens = len(step.write_slots)
         if self._imposed_window is None or tokens == 1:
             return None
@@ -212,11 +213,10 @@ class PagedKVCache(Cache):  # type: ignore[misc]  # transformers has no types
 
 
 def _plain_buffers(manager: UnifiedKVCacheManager, layer_id: LayerId) -> torch.Tensor:
+    spec = manager.get_layer_spec(layer_id)
     buffers = manager.get_buffers(layer_id)
-    if buffers is None or manager.layer_kv_factor(layer_id) != 2 or manager.get_scales(layer_id) is not None:
-        got = "no buffers" if buffers is None else f"kv_factor {manager.layer_kv_factor(layer_id)}"
-        want = "a plain K and V layer without block scales"
-        raise SpecError(
-            explain(f"layer {layer_id}", "storage", got, want, "give the layer kv_factor 2 and a float dtype")
-        )
+    if buffers is None or spec.kv_factor != 2 or spec.dtype is KVDtype.NVFP4:
+        got = f"{spec.dtype.value} with kv_factor {spec.kv_factor}"
+        want = "K and V in a plain float dtype, without block scales"
+        raise SpecError(explain(f"layer {layer_id}", "storage", got, want, "give it kv_factor 2 and another dtype"))
     return buffers

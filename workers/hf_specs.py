@@ -87,10 +87,10 @@ def attention_windows(config: Any) -> tuple[int | None, ...]:
         ConfigError: the model has layers this project does not run (latent, linear, chunked attention, ...).
     """
     text = _text_config(config)
-    window = getattr(text, "sliding_window", None)
+    window: int | None = getattr(text, "sliding_window", None)
     kinds = getattr(text, "layer_types", None)
     if not kinds:
-        return (window,) * text.num_hidden_layers
+        return (window,) * int(text.num_hidden_layers)
     for kind in kinds:
         if kind not in _LAYER_WINDOWED:
             raise _unsupported(f"layer_types contains {kind!r}")

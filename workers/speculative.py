@@ -116,7 +116,8 @@ class SpeculativeDecoder:
         eos: tokens that end the sequence; the end token is part of the result.
 
     Raises:
-        SpecError: empty prompt, `max_new_tokens` below 1 or `draft_valid_from` outside the prompt.
+        SpecError: empty prompt, `max_new_tokens` below 1 or past the longest sequence, or `draft_valid_from` outside
+            the prompt.
         LocalProtocolError: the request's history is not the prompt.
         CapacityError: no pages for the first step; nothing was changed.
     """
@@ -131,7 +132,8 @@ class SpeculativeDecoder:
         max_new_tokens: int,
         eos: Collection[int] = (),
     ) -> None:
-        _check_arguments(request, len(prompt_ids), draft_valid_from, max_new_tokens)
+        _check_arguments(request, len(prompt_ids), draft_valid_from)
+        _check_length(request, len(prompt_ids), max_new_tokens, runner.manager.layout.max_seq_len)
         self._request = request
         self._eos = frozenset(eos)
         self._max_new_tokens = max_new_tokens
@@ -215,15 +217,21 @@ class SpeculativeDecoder:
         self._request.rewind(outcome.accepted, self._position)
 
 
-def _check_arguments(request: KVCacheRequest, prompt_tokens: int, draft_valid_from: int, max_new_tokens: int) -> None:
+def _check_arguments(request: KVCacheRequest, prompt_tokens: int, draft_valid_from: int) -> None:
     thing = f"request {request.request_id}"
     if prompt_tokens < 1:
         raise SpecError(explain(thing, "prompt_ids", prompt_tokens, "at least 1 token", "give the prompt"))
-    if max_new_tokens < 1:
-        raise SpecError(explain(thing, "max_new_tokens", max_new_tokens, "at least 1 token", "ask for more"))
     if not 0 <= draft_valid_from <= prompt_tokens:
         want = f"0 (shared) to {prompt_tokens} (nothing shared)"
         raise SpecError(explain(thing, "draft_valid_from", draft_valid_from, want, "count in prompt tokens"))
     if request.history_tokens != prompt_tokens:
         cure = "prefill the prompt, or receive its KV, before decoding"
         raise LocalProtocolError(explain(thing, "history_tokens", request.history_tokens, f"{prompt_tokens}", cure))
+
+
+def _check_length(request: KVCacheRequest, prompt_tokens: int, max_new_tokens: int, longest: int | None) -> None:
+    room = max_new_tokens if longest is None else longest - prompt_tokens
+    if not 1 <= max_new_tokens <= room:
+        want = "at least 1 token" if max_new_tokens < 1 else f"at most {room}, max_seq_len less the prompt"
+        thing, cure = f"request {request.request_id}", "change the number of output tokens"
+        raise SpecError(explain(thing, "max_new_tokens", max_new_tokens, want, cure))
