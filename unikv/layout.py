@@ -1,116 +1,42 @@
-"""Where every byte of a page is: layer groups, pools, buffers. The only module with byte arithmetic of the cache.
+"""Where every byte of a page is: layer groups, their pools and buffers.
 
-One slot of one pool, a layer group of two K/V layers (``scale`` 4, ``buffer_bytes`` b)::
+::
 
-    slot s      +0        +b        +2b       +3b        +4b = slot_bytes
-                | L0.key  | L0.value| L1.key  | L1.value |
-    address(layer, role, s) = pool base + s * slot_bytes + layer_offset * b
+    address(layer, role, slot) = pool base + slot * slot_bytes + layer_offset * buffer_bytes
 
-How the numbers come about: a buffer takes ``bytes per token of its role * tokens_per_block``; buffers of one group with
-equal size and equal coalescing class share a pool, in the order of the layers. The class keeps NVFP4 data, NVFP4 scales
-and everything else apart, so that the data pool and the scale pool of a layer always have the same ``scale`` and one
-page table serves both.
+Layers with the same window, sinks, policy (and owner) form a group and share one page list per request; what a slot of
+each of the group's pools looks like is in `unikv.pool_layout`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
 
 from unikv.errors import InternalError, SpecError, UnknownLayerError, explain
 from unikv.ids import GroupId, LayerId
-from unikv.layer_spec import (
-    KEY,
-    KEY_BLOCK_SCALE,
-    NVFP4_SCALE_ELEMENTS,
-    VALUE,
-    VALUE_BLOCK_SCALE,
-    KVCacheLayerSpec,
-    KVDtype,
-    KVLayout,
-    LayerOwner,
-    ReusePolicy,
-    check_layer_specs,
+from unikv.layer_spec import KVCacheLayerSpec, KVLayout, LayerOwner, ReusePolicy, check_layer_specs
+from unikv.pool_layout import (
+    SCALE_OF,
+    BufferLayout,
+    PoolLayout,
+    absent_role,
+    arrange_pools,
+    bytes_per_token,
+    role_bytes_per_token,
 )
 from unikv.ranges import ceil_div, effective_window
 
-SCALE_OF: Final = {KEY: KEY_BLOCK_SCALE, VALUE: VALUE_BLOCK_SCALE}
-"""The block-scale role that belongs to each data role of an NVFP4 layer."""
-
-
-def role_bytes_per_token(spec: KVCacheLayerSpec, role: str) -> int:
-    """Return the bytes `role` of this layer takes for one token on this rank.
-
-    Data takes ``ceil(heads * head_dim * bits / 8)``, block scales one byte per 16 elements, extras what they declare.
-
-    Raises:
-        SpecError: the layer does not store `role`.
-    """
-    if role not in spec.roles:
-        raise _absent_role(spec, role)
-    if role in spec.extra_buffers:
-        return spec.extra_buffers[role]
-    elements = spec.num_kv_heads * spec.head_dim
-    if role in (KEY_BLOCK_SCALE, VALUE_BLOCK_SCALE):
-        return elements // NVFP4_SCALE_ELEMENTS
-    return ceil_div(elements * spec.dtype.bits, 8)
-
-
-def bytes_per_token(spec: KVCacheLayerSpec) -> int:
-    """Return the bytes all roles of this layer take for one token on this rank."""
-    return sum(role_bytes_per_token(spec, role) for role in spec.roles)
-
-
-def _absent_role(spec: KVCacheLayerSpec, role: str) -> SpecError:
-    want = f"one of {', '.join(spec.roles)} (kv_factor {spec.kv_factor}, dtype {spec.dtype})"
-    return SpecError(explain(f"layer {spec.layer_id}", "role", role, want, "ask for a role the layer stores"))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BufferLayout:
-    """One (layer, role) buffer inside the slots of one pool.
-
-    Attributes:
-        group_id, pool_index: the pool that holds it.
-        layer_offset: its ordinal among the pool's buffers.
-        offset_bytes: first byte inside a slot, ``layer_offset * size_bytes``.
-        size_bytes: bytes of one page of this buffer.
-    """
-
-    layer_id: LayerId
-    role: str
-    group_id: GroupId
-    pool_index: int
-    layer_offset: int
-    offset_bytes: int
-    size_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolLayout:
-    """One pool of a layer group: equal-sized buffers side by side in every slot.
-
-    Attributes:
-        index: number of the pool inside its group; pools are sorted by slot size, largest first.
-        buffer_bytes: bytes of one buffer.
-        buffers: in the order of their offsets.
-    """
-
-    group_id: GroupId
-    index: int
-    buffer_bytes: int
-    buffers: tuple[BufferLayout, ...]
-
-    @property
-    def scale(self) -> int:
-        """Buffers ("kernel pages") per slot."""
-        return len(self.buffers)
-
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes of one slot, also the stride between slots."""
-        return self.scale * self.buffer_bytes
+__all__ = [
+    "BufferLayout",
+    "CacheLayout",
+    "GroupLayout",
+    "PoolLayout",
+    "build_layout",
+    "bytes_per_token",
+    "check_scale_pools",
+    "role_bytes_per_token",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,7 +122,7 @@ class CacheLayout:
         """
         found = self.find_buffer(layer_id, role)
         if found is None:
-            raise _absent_role(self.spec(layer_id), role)
+            raise absent_role(self.spec(layer_id), role)
         return found
 
     def group(self, group_id: GroupId) -> GroupLayout:
@@ -265,8 +191,22 @@ def build_layout(
     _check_positive("tokens_per_block", tokens_per_block)
     if max_seq_len is not None:
         _check_positive("max_seq_len", max_seq_len)
+    layout = CacheLayout(
+        tokens_per_block=tokens_per_block,
+        max_seq_len=max_seq_len,
+        kv_layout=KVLayout(kv_layout),
+        specs=ordered,
+        groups=_make_groups(_members(ordered, tokens_per_block, max_seq_len, isolate_draft), tokens_per_block),
+    )
+    check_scale_pools(layout)
+    return layout
+
+
+def _members(
+    specs: Sequence[KVCacheLayerSpec], tokens_per_block: int, max_seq_len: int | None, isolate_draft: bool
+) -> dict[_GroupKey, list[KVCacheLayerSpec]]:
     members: dict[_GroupKey, list[KVCacheLayerSpec]] = {}
-    for spec in ordered:
+    for spec in specs:
         key = _GroupKey(
             effective_window(spec.window, max_seq_len),
             ceil_div(spec.sink_tokens, tokens_per_block),
@@ -274,16 +214,20 @@ def build_layout(
             spec.owner if isolate_draft else None,
         )
         members.setdefault(key, []).append(spec)
+    return members
+
+
+def _make_groups(members: dict[_GroupKey, list[KVCacheLayerSpec]], tokens_per_block: int) -> tuple[GroupLayout, ...]:
     allocators: dict[object, int] = {}
     groups: list[GroupLayout] = []
-    for key, layers in members.items():
-        pools = _arrange_pools(GroupId(len(groups)), layers, tokens_per_block)
+    for number, (key, layers) in enumerate(members.items()):
+        pools = arrange_pools(GroupId(number), layers, tokens_per_block)
         owner = LayerOwner.DRAFT if all(layer.is_draft for layer in layers) else LayerOwner.TARGET
         # Same slot sizes, policy and owner: the pages are interchangeable, so one allocator serves them all.
         shape = (tuple(pool.slot_bytes for pool in pools), key.policy, owner)
         groups.append(
             GroupLayout(
-                group_id=GroupId(len(groups)),
+                group_id=GroupId(number),
                 pool_group=allocators.setdefault(shape, len(allocators)),
                 owner=owner,
                 window=key.window,
@@ -293,58 +237,12 @@ def build_layout(
                 pools=pools,
             )
         )
-    layout = CacheLayout(
-        tokens_per_block=tokens_per_block,
-        max_seq_len=max_seq_len,
-        kv_layout=KVLayout(kv_layout),
-        specs=ordered,
-        groups=tuple(groups),
-    )
-    check_scale_pools(layout)
-    return layout
+    return tuple(groups)
 
 
 def _check_positive(name: str, value: int) -> None:
     if not isinstance(value, int) or value < 1:
         raise SpecError(explain("cache", name, value, "an integer >= 1 token", f"set {name} to a positive number"))
-
-
-def _coalescing_class(spec: KVCacheLayerSpec, role: str) -> int:
-    """Return 0 for ordinary buffers, 1 for NVFP4 data and 2 for NVFP4 scales: equal sizes alone must not mix them."""
-    if spec.dtype is not KVDtype.NVFP4 or role in spec.extra_buffers:
-        return 0
-    return 1 if role in SCALE_OF else 2
-
-
-def _arrange_pools(
-    group_id: GroupId, layers: Sequence[KVCacheLayerSpec], tokens_per_block: int
-) -> tuple[PoolLayout, ...]:
-    """Bucket the buffers of one group by (size, coalescing class); largest slots first, ties in insertion order."""
-    buckets: dict[tuple[int, int], list[tuple[LayerId, str]]] = {}
-    for layer in layers:
-        for role in layer.roles:
-            size_bytes = role_bytes_per_token(layer, role) * tokens_per_block
-            buckets.setdefault((size_bytes, _coalescing_class(layer, role)), []).append((layer.layer_id, role))
-    ranked = sorted(buckets.items(), key=lambda item: -item[0][0] * len(item[1]))
-    return tuple(
-        _make_pool(group_id, index, size_bytes, names) for index, ((size_bytes, _), names) in enumerate(ranked)
-    )
-
-
-def _make_pool(group_id: GroupId, index: int, size_bytes: int, names: Sequence[tuple[LayerId, str]]) -> PoolLayout:
-    buffers = tuple(
-        BufferLayout(
-            layer_id=layer_id,
-            role=role,
-            group_id=group_id,
-            pool_index=index,
-            layer_offset=layer_offset,
-            offset_bytes=layer_offset * size_bytes,
-            size_bytes=size_bytes,
-        )
-        for layer_offset, (layer_id, role) in enumerate(names)
-    )
-    return PoolLayout(group_id=group_id, index=index, buffer_bytes=size_bytes, buffers=buffers)
 
 
 def check_scale_pools(layout: CacheLayout) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -38,7 +38,7 @@ def test_draft_layers_that_share_a_table_are_alike(field: str, value: Any) -> No
     *rest, last = mixed_specs()
     check_draft_uniform([*rest, last])
     with pytest.raises(SpecError, match=f"layer 5: {field} is .* as in layer 4; give this drafter a cache of its own"):
-        check_draft_uniform([*rest, replace(last, **cast("Any", {field: value}))])
+        check_draft_uniform([*rest, replace(last, **{field: value})])
 
 
 @pytest.mark.parametrize(("field", "value"), [("num_kv_heads", 1), ("kv_factor", 1), ("window", 32)])
@@ -46,7 +46,7 @@ def test_tokens_move_only_between_layers_that_are_alike(field: str, value: Any) 
     first = mixed_specs()[4]
     check_token_relocation([first, replace(first, layer_id=LayerId(5), head_dim=32)])
     with pytest.raises(SpecError, match=f"layer 5: {field} is .*; draft chains instead of trees"):
-        check_token_relocation([first, replace(first, layer_id=LayerId(5), **cast("Any", {field: value}))])
+        check_token_relocation([first, replace(first, layer_id=LayerId(5), **{field: value})])
 
 
 def test_keys_alone_cannot_be_relocated() -> None:
