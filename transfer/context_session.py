@@ -19,12 +19,12 @@ LOST                it is gone
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
-from transfer.story import Story, illegal
+from transfer.story import PeerKey, Story, illegal
 from unikv.ids import RequestId
 
 
@@ -111,7 +111,7 @@ TRANSITIONS: Final[dict[tuple[Leg, Input], tuple[Leg, tuple[Do, ...]]]] = {
         )
         for event in (Input.MOVED, Input.MOVE_FAILED, Input.MOVE_STOPPED)
     },
-    (Leg.DRAINING_LOSS, Input.FAIL): (Leg.DRAINING_LOSS, ()),
+    **{(Leg.DRAINING_LOSS, event): (Leg.DRAINING_LOSS, ()) for event in (Input.ASK, Input.FAIL, Input.CANCEL)},
     **{
         (ended, event): (ended, ())
         for ended in ENDED_LEGS
@@ -128,7 +128,7 @@ class Action:
     """One thing to do: for the leg of `peer`, or for the whole request where `peer` is None."""
 
     do: Do
-    peer: Hashable | None = None
+    peer: PeerKey | None = None
 
 
 @dataclass(slots=True)
@@ -141,7 +141,7 @@ class _LegState:
 class ContextSession:
     """One request's life on a context rank. Feed it events; carry out the actions it returns, in order.
 
-    Peers are any hashable identity (incarnation and rank). The session holds no pages and no tables: it says when to
+    The session holds no pages and no tables: it says when to
     move and when to let go.
 
     Attributes:
@@ -154,8 +154,8 @@ class ContextSession:
     deadline_s: float
     reason: str = ""
     _ready: bool = False
-    _expected: frozenset[Hashable] | None = None
-    _legs: dict[Hashable, _LegState] = field(default_factory=dict)
+    _expected: frozenset[PeerKey] | None = None
+    _legs: dict[PeerKey, _LegState] = field(default_factory=dict)
     _reported: bool = False
     _released: bool = False
     _story: Story = field(default_factory=Story)
@@ -175,15 +175,15 @@ class ContextSession:
         """Whether the pages were let go: the session is over."""
         return self._released
 
-    def leg(self, peer: Hashable) -> Leg:
+    def leg(self, peer: PeerKey) -> Leg:
         """Return where the leg of `peer` stands."""
         return self._legs[peer].state if peer in self._legs else Leg.ABSENT
 
-    def leg_reason(self, peer: Hashable) -> str:
+    def leg_reason(self, peer: PeerKey) -> str:
         """Return why the leg of `peer` failed, or the request's reason."""
         return (self._legs[peer].reason if peer in self._legs else "") or self.reason
 
-    def peers(self, *states: Leg) -> tuple[Hashable, ...]:
+    def peers(self, *states: Leg) -> tuple[PeerKey, ...]:
         """Return the peers whose legs are in one of `states`."""
         return tuple(peer for peer, leg in self._legs.items() if leg.state in states)
 
@@ -192,13 +192,13 @@ class ContextSession:
         self._ready = True
         return self._everywhere(Input.KV_READY)
 
-    def expect(self, peers: Iterable[Hashable]) -> list[Action]:
+    def expect(self, peers: Iterable[PeerKey]) -> list[Action]:
         """These peers, and no others, will want bytes. Until this is known the request cannot succeed."""
         self._expected = frozenset(peers)
         self._story.note(f"expect {sorted(map(str, self._expected))}")
         return self._conclude([])
 
-    def asked(self, peer: Hashable) -> list[Action]:
+    def asked(self, peer: PeerKey) -> list[Action]:
         """`peer` reserved pages and asked for its share."""
         actions = self._step(peer, Input.ASK)
         if self.failed:
@@ -207,19 +207,19 @@ class ContextSession:
             actions += self._step(peer, Input.KV_READY)
         return self._conclude(actions)
 
-    def moved(self, peer: Hashable) -> list[Action]:
+    def moved(self, peer: PeerKey) -> list[Action]:
         """The copy for `peer` is complete."""
         return self._conclude(self._step(peer, Input.MOVED))
 
-    def move_failed(self, peer: Hashable, reason: str) -> list[Action]:
+    def move_failed(self, peer: PeerKey, reason: str) -> list[Action]:
         """The copy for `peer` failed and touches nothing any more."""
         return self._leg_failed(peer, Input.MOVE_FAILED, reason)
 
-    def move_stopped(self, peer: Hashable) -> list[Action]:
+    def move_stopped(self, peer: PeerKey) -> list[Action]:
         """The copy for `peer` was stopped and touches nothing any more."""
         return self._conclude(self._step(peer, Input.MOVE_STOPPED))
 
-    def peer_cancelled(self, peer: Hashable, reason: str) -> list[Action]:
+    def peer_cancelled(self, peer: PeerKey, reason: str) -> list[Action]:
         """`peer` no longer wants the request; it waits for our acknowledgement before it reuses its pages."""
         already_over = self.leg(peer) in ENDED_LEGS
         actions = self._step(peer, Input.CANCEL)
@@ -227,7 +227,7 @@ class ContextSession:
             return self._conclude(actions)
         return self._fail(f"cancelled by generation rank {peer}: {reason}", actions)
 
-    def peer_lost(self, peer: Hashable, reason: str) -> list[Action]:
+    def peer_lost(self, peer: PeerKey, reason: str) -> list[Action]:
         """The process behind `peer` is gone."""
         if self.leg(peer) in ENDED_LEGS:
             return []
@@ -244,7 +244,7 @@ class ContextSession:
         waiting = ", ".join(f"{peer} {leg.state}" for peer, leg in self._legs.items()) or "nobody asked"
         return self._fail(f"timed out on the context side ({'KV ready' if self._ready else 'no KV'}; {waiting})", [])
 
-    def _leg_failed(self, peer: Hashable, event: Input, reason: str) -> list[Action]:
+    def _leg_failed(self, peer: PeerKey, event: Input, reason: str) -> list[Action]:
         self._legs.setdefault(peer, _LegState()).reason = reason
         return self._fail(reason, self._step(peer, event))
 
@@ -263,7 +263,7 @@ class ContextSession:
             actions += self._step(peer, event)
         return self._conclude(actions)
 
-    def _step(self, peer: Hashable, event: Input) -> list[Action]:
+    def _step(self, peer: PeerKey, event: Input) -> list[Action]:
         leg = self._legs.setdefault(peer, _LegState())
         found = TRANSITIONS.get((leg.state, event))
         if found is None:

@@ -1,7 +1,7 @@
 """A link moves messages between processes: lists of byte frames, whole and in order per peer, or a broken peer.
 
-One link is one endpoint of its own: it receives at `address` and connects out to other links' addresses. Only one thread
-may use a link; `wake` alone is safe from any thread.
+One link is one endpoint of its own: it receives at `address` and connects out to other links' addresses. Only one
+thread may use a link; `wake` alone is safe from any thread.
 """
 
 from __future__ import annotations

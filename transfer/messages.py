@@ -74,11 +74,15 @@ class StageTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
+    """A generation rank introduces itself."""
+
     card: RankCard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HelloAck:
+    """A context rank accepts; `digest` is its copy program's, `path` how it will move bytes to this peer."""
+
     card: RankCard
     report: GateReport
     digest: str
@@ -88,13 +92,20 @@ class HelloAck:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HelloNack:
+    """`reason` says in one line what stands between the two; the report has every check."""
+
+    card: RankCard
     report: GateReport
+    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
+    """`reply_to` is our link's address: a context rank that does not know us (any more) answers there."""
+
     request_id: RequestId
     epoch: int
+    reply_to: str
     prompt_tokens: int
     tables: tuple[GroupTable, ...]
 
@@ -113,6 +124,8 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credit:
+    """`chunks` chunks of a request were taken off the link: as many more may be sent."""
+
     request_id: RequestId
     epoch: int
     chunks: int
@@ -120,6 +133,8 @@ class Credit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Done:
+    """The context rank's last word on a request that went well, with what it moved."""
+
     request_id: RequestId
     epoch: int
     account: tuple[PairAccount, ...]
@@ -129,6 +144,8 @@ class Done:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
+    """The context rank's last word on a request that did not: it touches the pages no more."""
+
     request_id: RequestId
     epoch: int
     reason: str
@@ -136,6 +153,8 @@ class Failed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cancel:
+    """The generation rank wants to reuse the request's pages; it waits for a CancelAck or another last word."""
+
     request_id: RequestId
     epoch: int
     reason: str
@@ -143,17 +162,23 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CancelAck:
+    """The context rank touches the pages of this attempt no more."""
+
     request_id: RequestId
     epoch: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reregister:
+    """The context rank does not know this incarnation of the sender; say hello again."""
+
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goodbye:
+    """Orderly end: the sender touches no page of the receiver any more."""
+
     reason: str
 
 

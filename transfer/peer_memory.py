@@ -130,3 +130,18 @@ def _check_pool(pool: PoolCard, arrays: Sequence[NDArray[Any]], thing: str, refu
         got = f"{pool.num_slots} slots of {pool.slot_stride_bytes} bytes"
         want = f"at least one slot and at most {arrays[pool.storage].size} bytes in storage {pool.storage}"
         raise refusal(explain(thing, "size", got, want, "correct the card"))
+
+
+def process_is_gone(host: HostIdentity | None) -> bool:
+    """Return whether it is proven that the process `host` names no longer runs, so that its mappings are gone.
+
+    Only a process of this host and pid namespace can be proven gone. A zombie counts: the kernel took its memory when
+    it exited. A recycled process id looks alive, which errs on the safe side.
+    """
+    if host is None or not can_map(host, own_host_identity())[0]:
+        return False
+    try:
+        stat = Path(f"/proc/{host.pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return stat.rpartition(")")[2].split()[0] in ("Z", "X")

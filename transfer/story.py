@@ -7,6 +7,9 @@ from typing import Final
 
 from unikv.errors import InternalError
 
+PeerKey = tuple[str, int]
+"""(incarnation, rank): one process of a peer, for as long as it lives."""
+
 STORY_LINES: Final = 64
 """Lines kept per session: enough for a whole request, bounded for one that never ends."""
 

@@ -1,0 +1,97 @@
+"""The context side as an engine uses it: publish a request's pages when its KV is computed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+
+from transfer.context_engine import ContextEngine
+from transfer.copier import Copier
+from transfer.driver import TransferDriver
+from transfer.hello import RankCard
+from transfer.link import Link
+from transfer.messages import AuxData
+from transfer.options import TransferOptions
+from transfer.outcome import TransferHandle
+from transfer.pages import SlotArray
+from transfer.paths import Regions
+from unikv.ids import GroupId, RequestId
+
+
+class ContextEndpoint:
+    """Serves one context rank's pages to generation ranks, from a thread of its own. All methods are thread-safe.
+
+    The caller owns the pages. From `publish` until the handle is `quiet` it must neither change nor free them.
+    """
+
+    def __init__(
+        self,
+        card: RankCard,
+        *,
+        link: Link,
+        regions: Regions,
+        copier: Copier,
+        options: TransferOptions | None = None,
+        on_change: Callable[[], None] | None = None,
+    ) -> None:
+        """Start serving.
+
+        Args:
+            card: this rank's card; its address must be the link's.
+            link: owned by the endpoint from now on; used by its thread only.
+            regions: our pools, by group id and pool index (`transfer.peer_memory.local_regions`).
+            copier: owned by the endpoint from now on.
+            options: None for the defaults.
+            on_change: called from the endpoint's thread whenever a handle changes; must be quick and thread-safe.
+        """
+        self.card = card
+        self._on_change = on_change
+        self._engine = ContextEngine(link, card, regions, copier, options or TransferOptions(), time.monotonic)
+        self._driver = TransferDriver(self._engine, name=f"unikv-context-{card.rank}")
+
+    def publish(
+        self,
+        request_id: RequestId,
+        tables: Mapping[GroupId, SlotArray],
+        prompt_tokens: int,
+        aux: AuxData | None = None,
+    ) -> TransferHandle:
+        """Offer a request whose prompt KV is complete in our pages; it is moved to every generation rank that asks.
+
+        Args:
+            request_id: the id both sides know the request by.
+            tables: int32 slots by ordinal per layer group, ``[>= ceil(prompt_tokens / tokens_per_block)]``; copied.
+            prompt_tokens: tokens whose KV is in the pages.
+            aux: what travels beside the KV.
+
+        Returns:
+            The handle. A request that was cancelled before it was published comes back failed and quiet.
+
+        Raises:
+            LocalProtocolError: the request is published already.
+            LinkClosedError: the endpoint is closed.
+        """
+        handle = TransferHandle(request_id, self._on_change)
+        own = {group: np.array(slots, dtype=np.int32) for group, slots in tables.items()}
+        self._driver.call(lambda: self._engine.publish(handle, own, prompt_tokens, aux))
+        return handle
+
+    def fail(self, request_id: RequestId, reason: str) -> None:
+        """Give a request up, whether or not it is published: generation ranks that want it hear `reason` at once."""
+        self._driver.call(lambda: self._engine.fail(request_id, reason))
+
+    def close(self, reason: str = "the context worker is closing", *, drain_s: float = 5.0) -> bool:
+        """Fail what is open, let running copies end, free everything; True when all did end. Idempotent."""
+        return self._driver.close(reason, drain_s=drain_s)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

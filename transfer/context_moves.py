@@ -1,0 +1,95 @@
+"""The moves of a context rank: made from an ask, run first come, first served, one chunk at a time."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+
+import numpy as np
+
+from transfer.context_peers import GenerationPeer
+from transfer.context_requests import ContextRequest
+from transfer.copier import Copier
+from transfer.exchange import PeerKey
+from transfer.messages import Ask
+from transfer.options import TransferOptions
+from transfer.pages import PagePairs, SlotArray, pair_pages
+from transfer.paths import DirectMove, Move, Regions, SendChunk, StagedMove
+from transfer.staging import HostChunkPool
+from unikv.errors import RemoteProtocolError, explain
+from unikv.ids import GroupId
+
+_NO_SLOTS = np.empty(0, dtype=np.int32)
+_NO_PAGES = PagePairs(src_slot=_NO_SLOTS, src_sub=_NO_SLOTS, dst_slot=_NO_SLOTS, dst_sub=_NO_SLOTS)
+
+
+class MoveQueue:
+    """Makes moves over our regions and keeps them in the order in which they may run."""
+
+    def __init__(self, regions: Regions, copier: Copier, options: TransferOptions) -> None:
+        self._regions, self._copier, self._options = regions, copier, options
+        self._chunks = HostChunkPool(chunks=options.staging_chunks, chunk_bytes=options.chunk_bytes)
+        self._running: deque[tuple[ContextRequest, PeerKey]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def running(self) -> tuple[tuple[ContextRequest, PeerKey], ...]:
+        """Return a snapshot of the running moves. First come, first served: finishing one early beats fairness here."""
+        return tuple(self._running)
+
+    def add(self, request: ContextRequest, key: PeerKey) -> None:
+        """Let the move of this leg run."""
+        self._running.append((request, key))
+
+    def remove(self, request: ContextRequest, key: PeerKey) -> None:
+        """Take a move out that is over."""
+        self._running = deque(item for item in self._running if item[0] is not request or item[1] != key)
+
+    def touches(self, key: PeerKey) -> bool:
+        """Return whether a move towards this peer is still running."""
+        return any(moving == key for _, moving in self._running)
+
+    def make(self, request: ContextRequest, ask: Ask, peer: GenerationPeer, send: SendChunk) -> Move:
+        """Pair the pages of both sides and return the move along the peer's path.
+
+        Raises:
+            RemoteProtocolError: the ask does not fit the prompt or the program.
+            LocalProtocolError: our side lacks a page that is wanted.
+        """
+        if ask.prompt_tokens != request.prompt_tokens:
+            want = f"{request.prompt_tokens}, as on the context side"
+            thing = f"request {ask.request_id} from generation rank {peer.card.rank}"
+            raise RemoteProtocolError(explain(thing, "prompt_tokens", ask.prompt_tokens, want, "send the same prompt"))
+        pages = self._pair(request, {table.group_id: table.slots for table in ask.tables}, peer)
+        if peer.memory is None:
+            return StagedMove(
+                peer.program, pages, source=self._regions, copier=self._copier, chunks=self._chunks, send=send
+            )
+        memory, groups = peer.memory, {pair.dst_group for pair in peer.program.pairs}
+        return DirectMove(
+            peer.program,
+            pages,
+            source=self._regions,
+            destination={group: memory.regions(group) for group in groups},
+            copier=self._copier,
+            chunk_bytes=self._options.chunk_bytes,
+        )
+
+    def _pair(
+        self, request: ContextRequest, wanted: Mapping[int, SlotArray], peer: GenerationPeer
+    ) -> tuple[PagePairs, ...]:
+        return tuple(
+            pair_pages(pair, _table(request, pair.src_group), wanted[pair.dst_group], request.prompt_tokens)
+            if pair.dst_group in wanted
+            else _NO_PAGES
+            for pair in peer.program.pairs
+        )
+
+    def close(self) -> None:
+        """Free the copier."""
+        self._copier.close()
+
+
+def _table(request: ContextRequest, group: GroupId) -> SlotArray:
+    return request.tables.get(group, _NO_SLOTS)

@@ -1,0 +1,100 @@
+"""The generation ranks a context rank knows: registered through the gate, with their program, path and memory."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from transfer.exchange import PeerKey
+from transfer.gate import GateReport, check
+from transfer.gate_report import DraftKV
+from transfer.hello import PathKind, RankCard
+from transfer.messages import HelloAck, HelloNack
+from transfer.paths import choose_path, lanes_by_pair
+from transfer.peer_memory import PeerMemory
+from transfer.plan import CopyProgram, Lane, compile_program
+from unikv.errors import UnikvError
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationPeer:
+    """One registered generation rank.
+
+    Attributes:
+        lanes: the program's lanes by group pair.
+        memory: its mapped pools on the direct path, None on staged ones.
+    """
+
+    card: RankCard
+    program: CopyProgram
+    lanes: tuple[tuple[Lane, ...], ...]
+    path: PathKind
+    memory: PeerMemory | None
+
+    @property
+    def key(self) -> PeerKey:
+        """Who it is, for as long as its process lives."""
+        return (self.card.incarnation, self.card.rank)
+
+
+class ContextPeers:
+    """Registers generation ranks and answers their hello. Owns the mappings of their memory."""
+
+    def __init__(self, card: RankCard) -> None:
+        self._card = card
+        self._peers: dict[PeerKey, GenerationPeer] = {}
+
+    def register(self, card: RankCard) -> HelloAck | HelloNack:
+        """Judge `card`, compile, map; return the answer. Registering the same process again changes nothing."""
+        report = check(self._card, card)
+        if not report.compatible:
+            return HelloNack(card=self._card, report=report, reason="the gate refused this pair of ranks")
+        key = (card.incarnation, card.rank)
+        try:
+            peer = self._peers.get(key) or self._open(card, report)
+        except (UnikvError, OSError) as error:
+            _log.warning("context rank %d: cannot serve generation rank %d: %s", self._card.rank, card.rank, error)
+            return HelloNack(card=self._card, report=report, reason=str(error))
+        self._peers[key] = peer
+        _, reason = choose_path(self._card, card)
+        return HelloAck(card=self._card, report=report, digest=peer.program.digest, path=peer.path, path_reason=reason)
+
+    def get(self, key: PeerKey) -> GenerationPeer | None:
+        """Return the registered peer, None for a stranger."""
+        return self._peers.get(key)
+
+    def all(self) -> tuple[GenerationPeer, ...]:
+        """Return everybody registered."""
+        return tuple(self._peers.values())
+
+    def at(self, address: str) -> tuple[GenerationPeer, ...]:
+        """Return the peers that are reached at `address`."""
+        return tuple(peer for peer in self._peers.values() if peer.card.address == address)
+
+    def expected(self, instance: str) -> frozenset[PeerKey] | None:
+        """Return who of `instance` wants bytes from us; None until every rank of it has registered."""
+        known = [peer for peer in self._peers.values() if peer.card.instance == instance]
+        if not known or len({peer.card.rank for peer in known}) < known[0].card.position.world_size:
+            return None
+        return frozenset(peer.key for peer in known if peer.program.lanes)
+
+    def forget(self, key: PeerKey) -> None:
+        """Drop a peer whose copies are over, and unmap its memory."""
+        peer = self._peers.pop(key, None)
+        if peer is not None and peer.memory is not None:
+            peer.memory.close()
+
+    def close(self) -> None:
+        """Forget everybody."""
+        for key in list(self._peers):
+            self.forget(key)
+
+    def _open(self, card: RankCard, report: GateReport) -> GenerationPeer:
+        program = compile_program(self._card, card, with_draft=report.draft_kv is not DraftKV.OFF)
+        path, reason = choose_path(self._card, card)
+        memory = PeerMemory(card) if path is PathKind.DIRECT and program.lanes else None
+        names = (self._card.rank, card.rank, path, reason, report.draft_kv)
+        _log.info("context rank %d -> generation rank %d: path %s (%s), draft KV %s", *names)
+        return GenerationPeer(card=card, program=program, lanes=lanes_by_pair(program), path=path, memory=memory)

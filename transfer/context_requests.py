@@ -1,0 +1,85 @@
+"""The requests of a context rank: open ones, and the ended ones that late asks must hear about."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from transfer.context_session import ContextSession
+from transfer.exchange import PeerKey
+from transfer.messages import Ask, AuxData
+from transfer.outcome import LegReport, TransferHandle
+from transfer.pages import SlotArray
+from transfer.paths import Move
+from unikv.ids import GroupId, RequestId
+
+MAX_ENDED: Final = 4096
+"""Ended requests that are remembered, so that a late ask hears why it is too late."""
+MAX_WAITING: Final = 4096
+"""Requests asked for before their KV exists; beyond that the oldest is refused, never one that is being moved."""
+
+
+@dataclass(slots=True)
+class LegWork:
+    """What one generation rank asked for, and how far its move is."""
+
+    ask: Ask
+    asked_s: float
+    started_s: float = 0.0
+    plan_s: float = 0.0
+    move: Move | None = None
+
+
+@dataclass(slots=True)
+class ContextRequest:
+    """Everything of one request on a context rank. Until `handle` is set its KV is not ready."""
+
+    session: ContextSession
+    created_s: float
+    handle: TransferHandle | None = None
+    tables: Mapping[GroupId, SlotArray] = field(default_factory=dict)
+    prompt_tokens: int = 0
+    aux: AuxData | None = None
+    legs: dict[PeerKey, LegWork] = field(default_factory=dict)
+    reports: list[LegReport] = field(default_factory=list)
+
+
+class RequestBook:
+    """Open and ended requests by id; both are bounded."""
+
+    def __init__(self) -> None:
+        self._open: OrderedDict[RequestId, ContextRequest] = OrderedDict()
+        self._ended: OrderedDict[RequestId, str] = OrderedDict()
+
+    def __iter__(self) -> Iterator[ContextRequest]:
+        """Iterate over a snapshot of the open requests, oldest first."""
+        return iter(list(self._open.values()))
+
+    def get(self, request_id: RequestId) -> ContextRequest | None:
+        """Return an open request."""
+        return self._open.get(request_id)
+
+    def ended(self, request_id: RequestId) -> str | None:
+        """Return why a request is over, None where it is open or unknown (or ended long ago)."""
+        return self._ended.get(request_id)
+
+    def open(self, request: ContextRequest) -> ContextRequest:
+        """Add an open request."""
+        self._open[request.session.request_id] = request
+        return request
+
+    def overdue_waiter(self) -> ContextRequest | None:
+        """Return the oldest request that waits for KV where too many do, else None."""
+        if len(self._open) < MAX_WAITING:
+            return None
+        waiting = [request for request in self._open.values() if request.handle is None]
+        return waiting[0] if len(waiting) >= MAX_WAITING else None
+
+    def end(self, request_id: RequestId, reason: str) -> None:
+        """Close a request, or remember one that never opened."""
+        self._open.pop(request_id, None)
+        self._ended[request_id] = reason
+        while len(self._ended) > MAX_ENDED:
+            self._ended.popitem(last=False)

@@ -1,0 +1,73 @@
+"""What both engines share: sending envelopes, taking events off a link, and surviving whatever arrives."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+
+from transfer.hello import RankCard
+from transfer.link import Frame, Link, PeerGone, Received, SendTicket
+from transfer.messages import Envelope, Message
+from transfer.story import PeerKey
+from transfer.wire import decode, encode
+from unikv.errors import LinkBrokenError, RemoteProtocolError
+
+__all__ = ["Clock", "Exchange", "PeerKey"]
+
+_log = logging.getLogger(__name__)
+
+Clock = Callable[[], float]
+"""Seconds on a clock that never goes back."""
+
+
+class Exchange:
+    """One rank's end of the conversation.
+
+    Attributes:
+        refused: messages that were dropped, by reason; nothing a peer sends may do more harm than count here.
+    """
+
+    def __init__(self, link: Link, card: RankCard) -> None:
+        self.link, self.card = link, card
+        self.refused: Counter[str] = Counter()
+
+    def send(self, address: str, message: Message) -> SendTicket | None:
+        """Send `message`; None where the peer is gone, whose PeerGone event tells the rest."""
+        envelope = Envelope(incarnation=self.card.incarnation, rank=self.card.rank, message=message)
+        frames: list[Frame] = encode(envelope)
+        try:
+            return self.link.send(address, frames)
+        except LinkBrokenError as error:
+            _log.info("%s rank %d: %s not sent: %s", self.card.side, self.card.rank, type(message).__name__, error)
+            return None
+
+    def events(
+        self,
+        timeout_s: float,
+        on_message: Callable[[Envelope], None],
+        on_gone: Callable[[PeerGone], None],
+    ) -> bool:
+        """Hand every waiting event to its handler; a bad message costs its sender that message and nothing else."""
+        arrived = self.link.poll(timeout_s)
+        for event in arrived:
+            if isinstance(event, PeerGone):
+                on_gone(event)
+            else:
+                self._receive(event, on_message)
+        return bool(arrived)
+
+    def refuse(self, reason: str, text: str) -> None:
+        """Count and log a message that is dropped."""
+        self.refused[reason] += 1
+        _log.warning("%s rank %d: dropped a message: %s", self.card.side, self.card.rank, text)
+
+    def _receive(self, event: Received, on_message: Callable[[Envelope], None]) -> None:
+        try:
+            on_message(decode(event.frames))
+        except RemoteProtocolError as error:
+            self.refuse("protocol", str(error))
+        except Exception:
+            # Our bug, but one peer's message must not end the service of all others.
+            self.refused["internal"] += 1
+            _log.exception("%s rank %d: a message handler failed", self.card.side, self.card.rank)

@@ -1,0 +1,67 @@
+"""The context ranks a generation rank knows: what each answered to our hello."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from transfer.exchange import PeerKey
+from transfer.gate import check
+from transfer.gate_report import DraftKV, GateReport
+from transfer.hello import PathKind, RankCard
+from transfer.messages import HelloAck
+from transfer.plan import CopyProgram, Lane, compile_program, scatter_lanes
+from unikv.errors import RemoteProtocolError, explain
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContextPeer:
+    """One context rank that accepted us.
+
+    Attributes:
+        scatter: lanes out of a packed chunk into our pages, by group pair.
+    """
+
+    card: RankCard
+    address: str
+    report: GateReport
+    program: CopyProgram
+    scatter: tuple[tuple[Lane, ...], ...]
+    path: PathKind
+    path_reason: str
+
+    @property
+    def key(self) -> PeerKey:
+        """Who it is, for as long as its process lives."""
+        return (self.card.incarnation, self.card.rank)
+
+
+def accept(own: RankCard, address: str, answer: HelloAck) -> ContextPeer:
+    """Return the peer behind an acknowledged hello, after making sure that it planned what we plan.
+
+    Raises:
+        RemoteProtocolError: its verdict or its program differs from ours.
+    """
+    card, report = answer.card, check(answer.card, own)
+    thing = f"context rank {card.rank} at {address}"
+    cure = "run the same release on both sides"
+    if report != answer.report:
+        raise RemoteProtocolError(explain(thing, "gate report", "another verdict", "the same as ours", cure))
+    program = compile_program(card, own, with_draft=report.draft_kv is not DraftKV.OFF)
+    if program.digest != answer.digest:
+        raise RemoteProtocolError(explain(thing, "program digest", answer.digest, program.digest, cure))
+    _log.info(
+        "generation rank %d <- context rank %d: path %s (%s), draft KV %s",
+        *(own.rank, card.rank, answer.path, answer.path_reason, report.draft_kv),
+    )
+    return ContextPeer(
+        card=card,
+        address=address,
+        report=report,
+        program=program,
+        scatter=tuple(scatter_lanes(program, number) for number in range(len(program.pairs))),
+        path=answer.path,
+        path_reason=answer.path_reason,
+    )
