@@ -8,10 +8,11 @@ Per lane both pools are seen as one array each, of the same trailing shape, and 
 
 What was measured and why it is so: an element as large as the run spares numpy its per-row set-up (runs of 16 to 128
 bytes copy two to three times faster, 1 KiB by a tenth), and needs no alignment at all. Rows of 32 KiB and more are a
-few percent faster in parts of 8 KiB. A lane that is one run, seen as bytes, is one long copy for the C library, and if
-it is the whole slot on both sides, a single one for all neighbouring slots. Runs of 1 to 2 KiB are moved in strips of
-512 bytes, the largest size that the C library copies without its loop for long blocks, page by page so that the second
-strip finds its page in the cache.
+few percent faster in parts of 2 KiB; and numpy frees the interpreter's lock only for more than 500 elements, which so
+few bytes an element make of every copy that lasts. A lane that is one run, seen as bytes, is one long copy for the C
+library, and if it is the whole slot on both sides, a single one for all neighbouring slots. Runs of 1 to 2 KiB are
+moved in strips of 512 bytes, the largest size that the C library copies without its loop for long blocks, page by page
+so that the second strip finds its page in the cache.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ from transfer.copy_moves import Move, find_moves
 from transfer.plan import Lane
 from unikv.errors import ConfigError, CopyError, LocalProtocolError, explain
 
-_LONGEST_ELEMENT_BYTES: Final = 16 * 1024
+_LONGEST_ELEMENT_BYTES: Final = 4 * 1024
 """Runs up to this are one element of the view."""
 
-_PART_BYTES: Final = 8 * 1024
-"""The element of longer runs, where there are several rows of a multiple of it."""
+_PART_BYTES: Final = 2 * 1024
+"""The element of longer runs, where there are several rows of a multiple of it; a byte else."""
 
 _STRIP_BYTES: Final = 512
 _STRIPPED_RUNS_BYTES: Final = (1024, 1536, 2048)
@@ -55,8 +56,10 @@ class _Landed:
 class HostCopier:
     """Copies between host regions with numpy. `submit` returns when the bytes have landed.
 
-    The lock of the interpreter is free during the copies, so other threads run on, and `threads` > 1 splits a job's
-    pages among threads of the copier's own. Source rows must not be destination rows of the same job.
+    The interpreter's lock is free during the copies, so other threads run on, and `threads` > 1 splits a job's pages
+    among threads of the copier's own. The lock is taken again after every move: beside a thread that runs Python
+    without a pause, each one waits up to `sys.getswitchinterval()` for it. Source rows must not be destination rows of
+    the same job.
     """
 
     def __init__(self, *, threads: int = 1, split_from_bytes: int = 4 * 1024 * 1024) -> None:

@@ -30,26 +30,27 @@ def find_moves(pages: PagePairs, first: int, end: int, limit: int) -> list[Move]
     src_steps, dst_steps = _steps(src_slot, src_sub), _steps(dst_slot, dst_sub)
     both = np.where((src_steps > 0) & (dst_steps > 0), 3 * src_steps + dst_steps, 0)
     starts = np.ones(end - first, np.bool_)
-    starts[1:] = both == 0
+    starts[1:] = both[:-1] == 0
     # A change to another kind of step opens a move, except right after a page that opened one for having no neighbour.
-    starts[2:] |= (both[1:] != both[:-1]) & (both[:-1] > 0)
+    starts[2:] |= (both[1:-1] != both[:-2]) & (both[:-2] > 0)
     if limit:
         order = np.arange(end - first)
         starts |= (order - np.maximum.accumulate(np.where(starts, order, 0))) % limit == 0
     at = np.flatnonzero(starts)
-    counts = np.diff(at, append=end - first).tolist()
-    by_sub = [np.append(steps, 0)[at].tolist() for steps in (dst_steps, src_steps)]
-    to = map(_index, dst_slot[at].tolist(), dst_sub[at].tolist(), counts, by_sub[0])
-    of = map(_index, src_slot[at].tolist(), src_sub[at].tolist(), counts, by_sub[1])
+    ends = [*at[1:].tolist(), end - first]
+    counts = [stop - start for start, stop in zip(at.tolist(), ends, strict=True)]
+    to = map(_index, dst_slot[at].tolist(), dst_sub[at].tolist(), counts, dst_steps[at].tolist())
+    of = map(_index, src_slot[at].tolist(), src_sub[at].tolist(), counts, src_steps[at].tolist())
     return list(zip(to, of, strict=True))
 
 
 def _steps(slots: NDArray[np.int32], subs: NDArray[np.int32]) -> NDArray[np.int64]:
-    """Return for each page after the first how it follows the one before: _NEXT_SLOT, _NEXT_SUB, or 0."""
-    slot_step, sub_step = np.diff(slots), np.diff(subs)
+    """Return how the page after each page follows it: _NEXT_SLOT, _NEXT_SUB, or 0 (always for the last page)."""
+    slot_step, sub_step = slots[1:] - slots[:-1], subs[1:] - subs[:-1]
     next_slot = (slot_step == 1) & (sub_step == 0)
     next_sub = (slot_step == 0) & (sub_step == 1)
-    steps: NDArray[np.int64] = next_slot * _NEXT_SLOT + next_sub * _NEXT_SUB
+    steps = np.zeros(len(slots), np.int64)
+    steps[:-1] = next_slot * _NEXT_SLOT + next_sub * _NEXT_SUB
     return steps
 
 
