@@ -80,6 +80,7 @@ class ContextEngine:
         request = known or self._open(request_id)
         request.session.deadline_s = self._clock() + self._options.timeout_s
         request.handle, request.tables, request.prompt_tokens, request.aux = handle, tables, prompt_tokens, aux
+        request.ready_s = self._clock()
         self._do(request, request.session.kv_ready())
 
     def fail(self, request_id: RequestId, reason: str) -> None:
@@ -347,7 +348,7 @@ class ContextEngine:
         assert leg.move is not None
         account = leg.move.account()
         times = StageTimes(
-            queue_s=leg.started_s - leg.asked_s,
+            queue_s=leg.started_s - max(leg.asked_s, request.ready_s),
             plan_s=leg.plan_s,
             move_s=self._clock() - leg.started_s - leg.plan_s,
         )

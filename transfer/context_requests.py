@@ -41,6 +41,7 @@ class ContextRequest:
     handle: TransferHandle | None = None
     tables: Mapping[GroupId, SlotArray] = field(default_factory=dict)
     prompt_tokens: int = 0
+    ready_s: float = 0.0
     aux: AuxData | None = None
     legs: dict[PeerKey, LegWork] = field(default_factory=dict)
     reports: list[LegReport] = field(default_factory=list)

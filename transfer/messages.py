@@ -65,7 +65,13 @@ class PairAccount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTimes:
-    """Seconds the context rank spent on one request for one generation rank."""
+    """Seconds the context rank spent on one request for one generation rank.
+
+    Attributes:
+        queue_s: from when the KV was ready and asked for until the move began.
+        plan_s: pairing the pages.
+        move_s: from the first copy to the last (staged: to the last chunk sent).
+    """
 
     queue_s: float
     plan_s: float
