@@ -52,6 +52,14 @@ def _several_pools() -> CopyCase:
     return CopyCase(lanes=lanes, source=source, destination=destination, pages=make_pages([6, 7, 1], [8, 2, 3]))
 
 
+def _crosswise() -> CopyCase:
+    """Pages that go on by slot on one side and by sub-page on the other, and then the other way round."""
+    shape = PoolShape(slot_stride_bytes=32, num_slots=3)
+    lanes = (make_lane(src_sub_stride=10, dst_sub_stride=12, run_bytes=9),)
+    pages = make_pages([0, 1, 1, 2], [0, 0, 1, 1], [0, 0, 1, 1], [0, 1, 1, 2])
+    return CopyCase(lanes=lanes, source={0: shape}, destination={0: replace(shape, slot_stride_bytes=40)}, pages=pages)
+
+
 def _nothing() -> CopyCase:
     return replace(_whole([], []), lanes=(make_lane(run_bytes=8),))
 
@@ -89,6 +97,7 @@ COPIES: Final[Mapping[str, CopyCase]] = {
     "whole pages, neighbours on one side": _whole([1, 2, 3, 4, 6], [7, 8, 9, 3, 5]),
     "long whole pages, some neighbours": _whole([1, 2, 9, 10, 11], [3, 4, 5, 6, 8], 20_000),
     "several pools": _several_pools(),
+    "sub-pages crosswise": _crosswise(),
     "no pages": _nothing(),
     "no lanes": replace(_whole([1], [2]), lanes=()),
     **_kv_cases(),

@@ -308,6 +308,7 @@ def test_regions_follow_the_pool_cards(memfd: int) -> None:
         (pool(storage=1), r"group 0 pool 0: storage is 1, expected in \[0, 1\)"),
         (pool(storage=-1), "storage is -1"),
         (pool(slots=65), "size is '65 slots of 1024 bytes', expected .* at most 65536 bytes in storage 0"),
+        (pool(slots=1, stride=SIZE + 1), f"size is '1 slots of {SIZE + 1} bytes'"),
         (pool(slots=0), "at least one slot"),
         (pool(stride=0), "64 slots of 0 bytes"),
     ],
@@ -323,9 +324,10 @@ def test_a_pool_that_does_not_fit_its_storage_is_refused_on_both_sides(memfd: in
 def test_a_peer_that_maps_only_in_part_is_not_mapped_at_all(memfd: int) -> None:
     before = count_mappings()
     card = card_of(storage_of(memfd), storage_of(memfd, inode=1))
-    with pytest.raises(LinkBrokenError, match="generation gen rank 0 storage 1: inode"):
+    with pytest.raises(LinkBrokenError, match="generation gen rank 0 storage 1: inode") as caught:
         PeerMemory(card)
     assert count_mappings() == before
+    assert caught.value  # The error is still held: not its end freed the first mapping.
 
 
 def test_own_arrays_must_match_the_card_in_number(memfd: int) -> None:
