@@ -59,9 +59,10 @@ class CacheMachine(RuleBasedStateMachine):
     pins = Bundle("pins")
 
     @initialize(
+        target=models,
         specs=layer_specs(),
         tokens_per_block=st.sampled_from([1, 2, 4]),
-        pages=st.integers(6, 30),
+        pages=st.integers(4, 18),
         kv_layout=st.sampled_from(KVLayout),
         isolate_draft=st.booleans(),
     )
@@ -81,6 +82,11 @@ class CacheMachine(RuleBasedStateMachine):
         self.open = {}
         self.held = {}  # pin -> {(layer, lane, slot, offset): stamp}
         self.clock = 0
+        # Two requests with pages, so that most of the steps have something to act on.
+        models = [self.create(0), self.create(1)]
+        for model in models:
+            self.resize(model, 2 * tokens_per_block, more=0)
+        return multiple(*models)
 
     # ---- what should be
 
@@ -131,6 +137,7 @@ class CacheMachine(RuleBasedStateMachine):
         if self.fits(model, capacity, history):
             call()
             model.settle(capacity, history)
+            self.write(model)
             return True
         with pytest.raises(CapacityError, match=f"request {model.request.request_id}, layer group"):
             call()
@@ -141,15 +148,17 @@ class CacheMachine(RuleBasedStateMachine):
     # ---- what can happen
 
     @rule(target=models, request_id=st.integers(0, 5))
+    def open_another(self, request_id):
+        return multiple() if request_id in self.open else self.create(request_id)
+
     def create(self, request_id):
-        if request_id in self.open:
-            return multiple()
         model = Model(self.manager.create_request(RequestId(request_id)))
         self.open[request_id] = model
         return model
 
-    @rule(model=models, capacity=st.integers(0, MAX_SEQ_LEN), history=st.integers(0, MAX_SEQ_LEN))
-    def resize(self, model, capacity, history):
+    @rule(model=models, capacity=st.integers(0, MAX_SEQ_LEN), more=st.integers(-1, 12))
+    def resize(self, model, capacity, more):
+        history = model.history + more
         if history < model.history or capacity < history:
             with pytest.raises(SpecError):
                 model.request.resize(capacity, history)
@@ -160,10 +169,9 @@ class CacheMachine(RuleBasedStateMachine):
     def advance(self, model, more, lead):
         """The usual step: some tokens become final, and the reserve moves along."""
         history = min(model.history + more, model.capacity)
-        capacity = min(max(model.capacity, history + lead), self.limit)
+        capacity = min(history + lead, self.limit)
         self.attempt(model, lambda: model.request.resize(capacity, history), capacity, history)
 
-    @rule(model=models)
     def write(self, model):
         """Write a new token at every position that is not final."""
         for layer_id, lane, position, slot, offset in self.places(model, range(model.history, model.capacity)):
@@ -286,4 +294,4 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 TestCache = CacheMachine.TestCase
-TestCache.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestCache.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
