@@ -100,11 +100,11 @@ def attention_windows(config: Any) -> tuple[int | None, ...]:
 def check_layers(
     expected: Sequence[KVCacheLayerSpec], given: Iterable[KVCacheLayerSpec], *, max_seq_len: int | None = None
 ) -> None:
-    """Check that a pair file's layers are those of the model.
+    """Check that the layers of a pair file, or of a manager made from it, are those of the model.
 
     Args:
         expected: the specs of `layer_specs_for`.
-        given: the pair file's layers with global head counts. The dtype may be any but nvfp4.
+        given: all layers with all heads (this runner splits no model). The dtype may be any but nvfp4.
         max_seq_len: longest sequence in tokens; a window as long as that counts as none.
 
     Raises:
@@ -115,8 +115,8 @@ def check_layers(
         want = sum(spec.owner is owner for spec in expected)
         got = sum(spec.owner is owner for spec in layers)
         if want != got:
-            cure = f"write count: {want} for owner: {owner} in model.layers"
-            raise ConfigError(explain("pair file", f"model.layers count of owner {owner}", got, f"{want}", cure))
+            cure = f"write count: {want} for owner: {owner} in model.layers, and keep parallel.pp at 1"
+            raise ConfigError(explain("cache", f"model.layers count of owner {owner}", got, f"{want}", cure))
     for ours, theirs in zip(expected, layers, strict=True):
         _check_layer(ours, theirs, max_seq_len)
 
@@ -126,6 +126,7 @@ def _check_layer(ours: KVCacheLayerSpec, theirs: KVCacheLayerSpec, max_seq_len: 
         "layer id": (ours.layer_id, theirs.layer_id),
         "owner": (ours.owner.value, theirs.owner.value),
         "kv_heads": (ours.total_heads, theirs.total_heads),
+        "kv_heads on this rank (parallel.tp must be 1)": (ours.num_kv_heads, theirs.num_kv_heads),
         "head_dim": (ours.head_dim, theirs.head_dim),
         "kv_factor": (ours.kv_factor, theirs.kv_factor),
     }
@@ -198,5 +199,5 @@ def _unsupported(reason: str) -> ConfigError:
 
 
 def _layer_error(spec: KVCacheLayerSpec, key: str, got: object, want: str) -> ConfigError:
-    thing = f"pair file: layer {spec.layer_id} ({spec.owner.value})"
+    thing = f"layer {spec.layer_id} ({spec.owner.value})"
     return ConfigError(explain(thing, key, got, want, f"correct {key} in model.layers, or choose another model"))

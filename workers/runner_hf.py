@@ -15,13 +15,13 @@ from typing import Any
 import torch
 
 from unikv.cache_manager import UnifiedKVCacheManager
-from unikv.errors import ConfigError, LocalProtocolError, SpecError, explain
+from unikv.errors import LocalProtocolError, SpecError, explain
 from unikv.layer_spec import KVCacheLayerSpec, KVDtype, ReusePolicy
 from unikv.request import KVCacheRequest
 from workers.drafter import DraftOption
 from workers.hf_cache import PagedKVCache
 from workers.hf_models import generate_greedily, greedy_pass, load_drafter, load_target
-from workers.hf_specs import AttentionPlan, LayerPlan, layer_specs_for
+from workers.hf_specs import AttentionPlan, LayerPlan, check_layers, layer_specs_for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,16 +91,12 @@ class HFRunner:
         """Use `manager` from now on. Without any draft layers in it the drafter rests.
 
         Raises:
-            ConfigError: it lacks one of the target's layers, or has some but not all of the drafter's.
+            ConfigError: its layers are not those of the models; see `workers.hf_specs.check_layers`.
         """
-        held = {spec.layer_id for spec in manager.layout.specs}
-        wanted = set(self._plan.target.layer_ids)
-        if self._plan.draft is not None and not held.isdisjoint(self._plan.draft.layer_ids):
-            wanted |= set(self._plan.draft.layer_ids)
-        if not wanted <= held:
-            cure = "build the manager from the runner's specs()"
-            missing = sorted(wanted - held)
-            raise ConfigError(explain("manager", "layers missing", missing, "all layers of a model", cure))
+        layout = manager.layout
+        rests = not manager.draft_layer_ids
+        expected = [spec for spec in self._plan.specs if not (rests and spec.is_draft)]
+        check_layers(expected, layout.specs, max_seq_len=layout.max_seq_len)
         self._manager = manager
 
     @property

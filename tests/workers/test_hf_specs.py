@@ -107,6 +107,11 @@ def test_a_pair_file_that_describes_the_model_passes() -> None:
     ("layer", "change", "text"),
     [
         (1, {"num_kv_heads": 3, "total_num_kv_heads": None}, r"layer 1 \(target\): kv_heads is 3, expected 2 as in"),
+        (
+            1,
+            {"num_kv_heads": 1},
+            r"layer 1 \(target\): kv_heads on this rank \(parallel.tp must be 1\) is 1, expected 2",
+        ),
         (4, {"head_dim": 32}, r"layer 4 \(draft\): head_dim is 32, expected 16 as in the model; correct head_dim"),
         (0, {"kv_factor": 1}, r"layer 0 \(target\): kv_factor is 1, expected 2"),
         (0, {"dtype": KVDtype.NVFP4, "head_dim": 16}, r"layer 0 \(target\): head_dim is 16"),
