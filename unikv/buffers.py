@@ -155,7 +155,6 @@ class PoolStorage:
             os.close(self._memfds.pop())
 
     def _allocate(self, layout: CacheLayout, slots_per_pool_group: Sequence[int]) -> None:
-        self._check_physical_memory(layout, slots_per_pool_group)
         tensors: list[Tensor] = []
         first_of_pool_group: dict[int, int] = {}
         for group in layout.groups:
@@ -167,15 +166,6 @@ class PoolStorage:
             first = first_of_pool_group[group.pool_group]
             self._numbers |= {(group.group_id, pool.index): first + pool.index for pool in group.pools}
         self._storages = tuple(tensors)
-
-    def _check_physical_memory(self, layout: CacheLayout, slots_per_pool_group: Sequence[int]) -> None:
-        # The kernel promises more shared memory than there is, and kills the process that comes to fetch it.
-        page_bytes = {group.pool_group: group.page_bytes for group in layout.groups}
-        size_bytes = sum(page_bytes[i] * num_slots for i, num_slots in enumerate(slots_per_pool_group))
-        physical_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        if self.device.type == "cpu" and size_bytes > physical_bytes:
-            want = f"<= {physical_bytes}, the memory of this machine"
-            raise SpecError(explain("pool storage on cpu", "size_bytes", size_bytes, want, "choose a smaller pool"))
 
     def _zeroed(self, size_bytes: int) -> Tensor:
         try:
