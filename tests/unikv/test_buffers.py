@@ -22,6 +22,13 @@ from unikv.layout import build_layout
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def cuda_is_up():
+    """Open the CUDA context before any test, where there is a device: it keeps its descriptors for good."""
+    if torch.cuda.is_available():
+        torch.zeros(1, device="cuda").cpu()
+
+
 def spec(layer_id, *, heads=2, head_dim=64, dtype=KVDtype.BFLOAT16, owner=LayerOwner.TARGET, **fields):
     return KVCacheLayerSpec(
         layer_id=LayerId(layer_id), owner=owner, num_kv_heads=heads, head_dim=head_dim, dtype=dtype, **fields

@@ -294,4 +294,4 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 TestCache = CacheMachine.TestCase
-TestCache.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestCache.settings = settings(stateful_step_count=40)
