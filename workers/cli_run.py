@@ -1,0 +1,131 @@
+"""The commands that run things: worker, launch, bench."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from transfer.hello import Side
+from unikv.errors import ConfigError, explain
+from workers.config_load import load_pair
+from workers.json_output import write_json
+
+PairArgument = Annotated[str, typer.Argument(metavar="PAIR", help="Pair file, or the name of a shipped preset.")]
+CaseOption = Annotated[str | None, typer.Option("--case", help="One case of the file's matrix.")]
+SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one key.")]
+JsonOption = Annotated[str | None, typer.Option("--json", metavar="[FILE]", help="Machine form, to stdout or FILE.")]
+LogOption = Annotated[Path | None, typer.Option("--log-dir", help="Keep the workers' logs in this directory.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to `app`."""
+    app.command("worker")(worker)
+    app.command("launch")(launch)
+    app.command("bench")(bench)
+
+
+def worker(  # noqa: PLR0913 - options of a command line
+    pair: PairArgument,
+    side: Annotated[Side, typer.Option(help="Which half this process belongs to.")],
+    rank: Annotated[int | None, typer.Option(envvar="RANK", help="Flat rank; default: torchrun's RANK.")] = None,
+    rendezvous: Annotated[
+        str | None, typer.Option(metavar="tcp://HOST:PORT", help="Default: torchrun's MASTER_ADDR and MASTER_PORT.")
+    ] = None,
+    serve_rendezvous: Annotated[
+        bool, typer.Option("--serve-rendezvous", help="Host the rendezvous in this process (one worker of a pair).")
+    ] = False,
+    master_addr: Annotated[str | None, typer.Option(envvar="MASTER_ADDR", hidden=True)] = None,
+    master_port: Annotated[str | None, typer.Option(envvar="MASTER_PORT", hidden=True)] = None,
+    case: CaseOption = None,
+    overrides: SetOption = None,
+    parent: Annotated[int | None, typer.Option(hidden=True)] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Log more.")] = False,
+) -> None:
+    """Run one worker process of one side.
+
+    Example: unikv worker pair.yaml --side context --rank 0 --rendezvous tcp://127.0.0.1:29500 --serve-rendezvous
+    """
+    from workers.process import die_with_parent, set_up_logging  # noqa: PLC0415
+    from workers.worker_main import run_worker  # noqa: PLC0415 - imports torch
+
+    if parent is not None:
+        die_with_parent(parent)
+    url = rendezvous or (f"tcp://{master_addr}:{master_port}" if master_addr and master_port else None)
+    if rank is None or url is None:
+        missing = "--rank" if rank is None else "--rendezvous"
+        cure = f"pass {missing}, or start the worker with torchrun"
+        raise ConfigError(explain("worker", missing, None, "a value", cure))
+    set_up_logging(f"{side} {rank}", verbose=verbose)
+    config = load_pair(pair, overrides=overrides or (), case=case)
+    raise typer.Exit(run_worker(config, side, rank, url, serve=serve_rendezvous))
+
+
+def launch(
+    pair: PairArgument,
+    case: CaseOption = None,
+    overrides: SetOption = None,
+    log_dir: LogOption = None,
+) -> None:
+    """Start all workers of both sides and watch them until Ctrl-C; a dead worker ends the run with its reason.
+
+    Example: unikv launch pattern-small
+    """
+    from workers.launch import launch_and_watch  # noqa: PLC0415 - imports torch
+
+    console = Console(stderr=True)
+    config = load_pair(pair, overrides=overrides or (), case=case)
+    arguments = [pair, *(word for item in overrides or () for word in ("--set", item))]
+    arguments += ["--case", case] if case else []
+    raise typer.Exit(launch_and_watch(config, arguments, console, log_dir))
+
+
+def bench(
+    pair: PairArgument,
+    case: CaseOption = None,
+    overrides: SetOption = None,
+    json: JsonOption = None,
+    log_dir: LogOption = None,
+) -> None:
+    """Launch a pair, drive its workload, verify every byte, report. Exit 1 where anything is wrong.
+
+    Example: unikv bench smollm2 --json results.json
+    """
+    from workers.bench import BenchRequest, run_bench, succeeded  # noqa: PLC0415 - imports torch
+    from workers.process import set_up_logging  # noqa: PLC0415
+    from workers.render_bench import print_result, verdict  # noqa: PLC0415
+
+    console = Console(stderr=True) if json == "-" else Console()
+    set_up_logging("bench")
+    request = BenchRequest(source=pair, overrides=tuple(overrides or ()), case=case, log_dir=log_dir)
+    with ExitStack() as stack:
+        result = run_bench(request, _progress(stack))
+    fine = succeeded(result)
+    if json is not None:
+        write_json(result, json)
+    if json != "-":
+        print_result(console, result)
+        console.print(verdict(result, fine=fine))
+    raise typer.Exit(0 if fine else 1)
+
+
+def _progress(stack: ExitStack):  # type: ignore[no-untyped-def]
+    """Return a callback that shows one bar per thing that runs, on a terminal's stderr."""
+    bar = Progress(
+        SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+        console=Console(stderr=True), transient=not os.isatty(2),
+    )  # fmt: skip
+    stack.enter_context(bar)
+    tasks: dict[str, object] = {}
+
+    def show(title: str, finished: int, total: int) -> None:
+        if title not in tasks:
+            tasks[title] = bar.add_task(title, total=total)
+        bar.update(tasks[title], completed=finished)  # type: ignore[arg-type]
+
+    return show

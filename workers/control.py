@@ -1,0 +1,152 @@
+"""What the caller (launcher, benchmark) and the workers tell each other. Same codec as the transfer, other magic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from transfer.messages import StageTimes
+from transfer.wire import Codec, Decoded
+from unikv.ids import RequestId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attach:
+    """The caller introduces itself: reports go to `reply_to` from now on."""
+
+    reply_to: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PathReport:
+    """Which path a pair of ranks took, and why."""
+
+    context_rank: int
+    generation_rank: int
+    path: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """A worker is attached and serves. `paths` and `draft_kv` come from generation workers."""
+
+    side: str
+    rank: int
+    device: str
+    paths: tuple[PathReport, ...] = ()
+    draft_kv: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPrompt:
+    """To every context rank: compute this prompt's KV and publish it.
+
+    Attributes:
+        prompt: token ids; empty where the runner needs a length only.
+        verify: send evidence of the pages' bytes once the transfer is over.
+    """
+
+    request_id: RequestId
+    prompt: tuple[int, ...]
+    prompt_tokens: int
+    verify: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunDecode:
+    """To every generation rank: fetch this request and decode up to `max_new_tokens`."""
+
+    request_id: RequestId
+    prompt: tuple[int, ...]
+    prompt_tokens: int
+    max_new_tokens: int
+    verify: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DigestReport:
+    """Digests of the consecutive `ordinals` of one (layer, role, global head), joined."""
+
+    layer: int
+    role: str
+    head: int
+    ordinals: tuple[int, ...]
+    digests: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvidenceReport:
+    """What a rank saw in its live pages; see `workers.runner.Evidence`."""
+
+    checked_bytes: int
+    mismatched_bytes: int
+    first_mismatch: str
+    digests: tuple[DigestReport, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LegRecord:
+    """One pair of ranks' share of one request."""
+
+    peer: int
+    path: str
+    bytes: int
+    draft_bytes: int
+    times: StageTimes | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptReport:
+    """A context rank is finished with a request. `reason` is empty on success."""
+
+    request_id: RequestId
+    rank: int
+    reason: str
+    prefill_s: float
+    evidence: EvidenceReport | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeReport:
+    """A generation rank is finished with a request.
+
+    Attributes:
+        reason: empty on success.
+        usable_s: when the pages became usable, on the monotonic clock of the host; 0 where they did not.
+        settle_s: from the last context rank's last word to usable pages.
+        decode_s: time spent decoding.
+        accepted_lengths: accepted draft tokens of every speculative step.
+    """
+
+    request_id: RequestId
+    rank: int
+    reason: str
+    usable_s: float = 0.0
+    settle_s: float = 0.0
+    verify_s: float = 0.0
+    decode_s: float = 0.0
+    tokens: tuple[int, ...] = ()
+    steps: int = 0
+    proposed: int = 0
+    accepted: int = 0
+    accepted_lengths: tuple[int, ...] = ()
+    legs: tuple[LegRecord, ...] = ()
+    evidence: EvidenceReport | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stop:
+    """End when nothing is open any more."""
+
+    reason: str
+
+
+ControlMessage = Attach | Ready | RunPrompt | RunDecode | PromptReport | DecodeReport | Stop
+
+CODEC: Final[Codec[ControlMessage]] = Codec(
+    (Attach, Ready, RunPrompt, RunDecode, PromptReport, DecodeReport, Stop), magic="unikv-control"
+)
+"""Encodes and decodes control messages."""
+
+__all__ = ["CODEC", "ControlMessage", "Decoded"]

@@ -1,0 +1,80 @@
+"""The model runner as a worker process uses it: prompts in, tokens out, and digests of what lies in the pages."""
+
+from __future__ import annotations
+
+from transfer.hello import RankCard
+from transfer.messages import AuxData
+from unikv.cache_manager import UnifiedKVCacheManager
+from unikv.request import KVCacheRequest
+from workers.config import HFRunnerConfig, SideConfig
+from workers.evidence import digest_pages
+from workers.hf_specs import check_layers
+from workers.model_store import resolve_model
+from workers.page_bytes import Bytes
+from workers.runner import Decoded, Evidence, Tables
+from workers.runner_hf import HFRunner
+from workers.speculative import SpeculativeDecoder
+
+
+def load_runner(config: HFRunnerConfig, side: SideConfig) -> HFRunner:
+    """Load target and drafter as the pair file says; without speculation there is no drafter.
+
+    Raises:
+        ConfigError: the model is not there, or drafter and model do not fit.
+    """
+    return HFRunner(
+        resolve_model(config.model),
+        config.draft if side.speculative is not None else None,
+        dtype=config.dtype,
+        draft_window=config.draft_window,
+    )
+
+
+class ModelRunner:
+    """A language model with its drafter on one rank. Borrows the manager it is bound to."""
+
+    def __init__(self, model: HFRunner) -> None:
+        self._model = model
+        self._card: RankCard | None = None
+        self._arrays: list[Bytes] = []
+
+    def bind(self, manager: UnifiedKVCacheManager, card: RankCard) -> None:
+        """Use the pages of `manager` from now on.
+
+        Raises:
+            ConfigError: the pair file's layers are not the model's.
+        """
+        layout = manager.layout
+        check_layers(layout.specs, self._model.specs(), max_seq_len=layout.max_seq_len)
+        self._model.bind(manager)
+        self._card = card
+        self._arrays = [manager.pools.numpy(storage) for storage in range(len(card.storages))]
+
+    def prefill(self, request: KVCacheRequest, prompt: tuple[int, ...], prompt_tokens: int) -> AuxData:
+        """Run target and drafter over the prompt."""
+        result = self._model.prefill(request, prompt)
+        return AuxData(
+            first_tokens=(result.first_token,), draft_tokens=result.draft_tokens, prompt_tokens=prompt_tokens
+        )
+
+    def reserve(self, tables: Tables, prompt_tokens: int) -> None:
+        """Leave the pages as they are: what was in them before must not matter."""
+
+    def examine(self, tables: Tables, prompt_tokens: int, *, with_draft: bool) -> Evidence:
+        """Digest every live byte of the prompt."""
+        assert self._card is not None
+        return digest_pages(self._card, self._arrays, tables, prompt_tokens, with_draft=with_draft)
+
+    def decode(
+        self, request: KVCacheRequest, prompt: tuple[int, ...], first_token: int, draft_valid_from: int, max_new: int
+    ) -> Decoded:
+        """Decode speculatively from the request's pages."""
+        eos = self._model.eos_token_ids
+        result = SpeculativeDecoder(self._model, request, prompt, first_token, draft_valid_from, max_new, eos).run()
+        return Decoded(
+            tokens=result.tokens,
+            steps=result.steps,
+            proposed=result.proposed,
+            accepted=result.accepted,
+            accepted_lengths=result.accepted_per_step,
+        )

@@ -1,0 +1,127 @@
+"""The benchmark's result for a person: one line per request, one per case, the verdict last."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+_MIB = 1024**2
+
+
+def print_result(console: Console, result: dict[str, Any]) -> None:
+    """Print tables of `result` and a verdict."""
+    with_model = "generation" in result
+    for case in result["cases"] if with_model else ():
+        console.print(_model_requests(case))
+        console.print(_acceptance(case["generation"]))
+    if not with_model:
+        console.print(_cases(result["cases"]))
+    console.print(_totals(result))
+    for line in _troubles(result):
+        console.print(Text(line, style="red"))
+
+
+def verdict(result: dict[str, Any], *, fine: bool) -> Text:
+    """Return the last line."""
+    summary = result["summary"]
+    text = f"{summary['verified']}/{summary['requests']} requests verified byte by byte"
+    text += f", {summary['mismatched_bytes']} bytes wrong"
+    if "generation" in result:
+        same = result["generation"]["tokens_identical_to_aggregated"]
+        text += f", tokens {'identical to' if same else 'DIFFER from'} the aggregated run"
+    return Text(("PASS  " if fine else "FAIL  ") + text, style="bold green" if fine else "bold red")
+
+
+def _cases(cases: Sequence[dict[str, Any]]) -> RenderableType:
+    table = Table(title="Transfer, verified byte by byte", title_justify="left")
+    for name, justify in (
+        ("case", "left"), ("draft", "left"), ("ok", "right"), ("MiB", "right"),
+        ("GB/s", "right"), ("of memcpy", "right"), ("p50 ms", "right"), ("p99 ms", "right"),
+    ):  # fmt: skip
+        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    for case in cases:
+        summary = case["summary"]
+        fine = summary["verified"] == summary["requests"] and not summary["mismatched_bytes"]
+        table.add_row(
+            case["name"],
+            case["draft_kv"],
+            Text(f"{summary['verified']}/{summary['requests']}", style="green" if fine else "red"),
+            f"{summary['bytes'] / _MIB:.0f}",
+            f"{summary['gb_per_s']['median']:.2f}",
+            f"{100 * summary['ratio_to_floor']:.0f} %",
+            f"{1e3 * summary['latency_s']['p50']:.2f}",
+            f"{1e3 * summary['latency_s']['p99']:.2f}",
+        )
+    return table
+
+
+def _model_requests(case: dict[str, Any]) -> RenderableType:
+    table = Table(title=f"{case['name']}: one line per prompt", title_justify="left")
+    for name in ("prompt", "TTFT s", "prefill s", "move ms", "MiB", "GB/s", "bytes", "tokens", "accepted"):
+        table.add_column(name, justify="right")
+    for entry in case["requests"]:
+        ok, same = entry["verified"], entry["tokens_identical"]
+        table.add_row(
+            str(entry["prompt_tokens"]),
+            "-" if entry["ttft_s"] is None else f"{entry['ttft_s']:.2f}",
+            f"{entry['prefill_s']:.2f}",
+            f"{1e3 * entry['total_s']:.1f}",
+            f"{entry['bytes'] / _MIB:.1f}",
+            f"{entry['gb_per_s']:.2f}",
+            Text("ok" if ok else "WRONG", style="green" if ok else "red"),
+            Text("same" if same else "DIFFER", style="green" if same else "red"),
+            f"{100 * entry['acceptance']:.0f} %",
+        )
+    return table
+
+
+def _acceptance(generation: dict[str, Any]) -> RenderableType:
+    table = Table(title="Speculative decoding", title_justify="left")
+    for name in ("run", "drafts accepted", "tokens per step", "tokens"):
+        table.add_column(name, justify="right" if name != "run" else "left")
+    rows = (
+        ("one process (aggregated)", "aggregated", generation["tokens_identical_to_generate"], "generate"),
+        ("disaggregated, draft KV moved", "shared", generation["tokens_identical_to_aggregated"], "aggregated"),
+        ("disaggregated, draft KV left", "not_shared", generation["tokens_identical_without_draft_kv"], "aggregated"),
+    )
+    for title, key, same, other in rows:
+        share, length = generation["acceptance"][key], generation["acceptance_length"][key]
+        table.add_row(
+            title,
+            "-" if share is None else f"{100 * share:.1f} %",
+            "-" if length is None else f"{length:.2f}",
+            "-" if same is None else ("= " if same else "DIFFER from ") + other,
+        )
+    return table
+
+
+def _totals(result: dict[str, Any]) -> RenderableType:
+    summary = result["summary"]
+    rates, latency = summary["gb_per_s"], summary["latency_s"]
+    lines = [
+        f"moved {summary['bytes'] / _MIB:.1f} MiB; per request {rates['median']:.2f} GB/s median "
+        f"({rates['min']:.2f} to {rates['max']:.2f}), {1e3 * latency['p50']:.2f} ms p50, "
+        f"{1e3 * latency['p99']:.2f} ms p99",
+        f"floor {summary['floor_gb_per_s']:.2f} GB/s ({summary['floor']})",
+    ]
+    if "generation" in result:
+        ttft = result["generation"]["ttft_s"]
+        lines.append(f"time to first token {ttft['p50']:.2f} s p50, {ttft['p99']:.2f} s p99")
+    return Group(*(Text(line) for line in lines))
+
+
+def _troubles(result: dict[str, Any]) -> list[str]:
+    """Say what went wrong, each thing once."""
+    lines = []
+    for case in result["cases"]:
+        for death in case["deaths"]:
+            lines.append(f"{case['name']}: {death['side']} rank {death['rank']} died: {death['reason']}")
+            lines += [f"    {line}" for line in death["log"].splitlines()[-5:]]
+        for entry in case["requests"]:
+            if entry["error"] or entry["first_mismatch"]:
+                lines.append(f"{case['name']} request {entry['id']}: {entry['error'] or entry['first_mismatch']}")
+    return lines

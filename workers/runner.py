@@ -1,0 +1,70 @@
+"""What a worker process asks of whatever fills pages and decodes from them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from transfer.hello import RankCard
+from transfer.messages import AuxData
+from transfer.pages import SlotArray
+from unikv.cache_manager import UnifiedKVCacheManager
+from unikv.ids import GroupId
+from unikv.request import KVCacheRequest
+
+Tables = Mapping[GroupId, SlotArray]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decoded:
+    """What the generation side produced from one request's pages."""
+
+    tokens: tuple[int, ...] = ()
+    steps: int = 0
+    proposed: int = 0
+    accepted: int = 0
+    accepted_lengths: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """What a rank can say about the bytes of one request's live pages.
+
+    Attributes:
+        checked_bytes: bytes looked at.
+        mismatched_bytes: bytes this rank itself found wrong (runners that know what must be there).
+        first_mismatch: where the first wrong byte is and what it looks like; empty where none is.
+        digests: by (layer, role, global head, ordinal), for runners whose bytes only the context side knows.
+    """
+
+    checked_bytes: int = 0
+    mismatched_bytes: int = 0
+    first_mismatch: str = ""
+    digests: Mapping[tuple[int, str, int, int], bytes] = field(default_factory=dict)
+
+
+class Runner(Protocol):
+    """One model (or what stands in for it) on one rank. One thread uses it at a time."""
+
+    def bind(self, manager: UnifiedKVCacheManager, card: RankCard) -> None:
+        """Use the pages of `manager`, which `card` describes, from now on."""
+        ...
+
+    def prefill(self, request: KVCacheRequest, prompt: tuple[int, ...], prompt_tokens: int) -> AuxData:
+        """Compute the KV of a prompt into the request's pages; history is its length afterwards."""
+        ...
+
+    def reserve(self, tables: Tables, prompt_tokens: int) -> None:
+        """Called on the generation side before bytes may arrive: make stale bytes recognisable."""
+        ...
+
+    def examine(self, tables: Tables, prompt_tokens: int, *, with_draft: bool) -> Evidence:
+        """Look at every live byte of a prompt in our pages."""
+        ...
+
+    def decode(
+        self, request: KVCacheRequest, prompt: tuple[int, ...], first_token: int, draft_valid_from: int, max_new: int
+    ) -> Decoded:
+        """Decode from the pages of `request` until the end token or `max_new` tokens, `first_token` included."""
+        ...

@@ -1,0 +1,57 @@
+"""From a pair file to a serving worker: the one place where all parts meet."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack
+
+from transfer.hello import Side
+from workers.config import HFRunnerConfig, PairConfig
+from workers.context import ContextWorker
+from workers.generation import GenerationWorker
+from workers.rank_runtime import RankRuntime
+from workers.rendezvous import Rendezvous
+from workers.runner import Runner
+from workers.runner_pattern import PatternRunner
+
+_log = logging.getLogger(__name__)
+
+
+def run_worker(pair: PairConfig, side: Side, rank: int, rendezvous_url: str, *, serve: bool) -> int:
+    """Bring one rank up, serve until told to end, take it down; return the process's exit code.
+
+    Raises:
+        ConfigError: the pair file does not fit the model, the rank or this machine.
+        IncompatiblePeerError: the gate refused the context instance (generation side).
+        LinkBrokenError: the rendezvous or a peer does not answer.
+    """
+    with ExitStack() as stack:
+        rendezvous = _meet(rendezvous_url, serve=serve)
+        runner = make_runner(pair, side)
+        runtime = stack.enter_context(RankRuntime(pair, side, rank, instance=f"{side}-0"))
+        runtime.bind(runner)
+        if side is Side.CONTEXT:
+            context = ContextWorker(runtime, runner, rendezvous)
+            stack.callback(context.close)
+            return context.run()
+        generation = GenerationWorker(runtime, runner, rendezvous)
+        stack.callback(generation.close)
+        generation.connect()
+        return generation.run()
+
+
+def make_runner(pair: PairConfig, side: Side) -> Runner:
+    """Return the runner the pair file names; loading a model takes seconds."""
+    if isinstance(pair.runner, HFRunnerConfig):
+        from workers.model_worker import ModelRunner, load_runner  # noqa: PLC0415 - transformers is an extra
+
+        _log.info("loading %s", pair.runner.model)
+        return ModelRunner(load_runner(pair.runner, pair.side(side)))
+    return PatternRunner()
+
+
+def _meet(url: str, *, serve: bool) -> Rendezvous:
+    if not serve:
+        return Rendezvous.join(url)
+    host, _, port = url.removeprefix("tcp://").rpartition(":")
+    return Rendezvous.serve(host, int(port) if port.isdigit() else 0)
