@@ -27,7 +27,8 @@ from unikv.layer_spec import KVCacheLayerSpec, KVDtype, KVLayout, LayerOwner, Re
 from unikv.speculation import SpeculationShape
 
 if TYPE_CHECKING:
-    from unikv.cache_manager import PoolBudget, UnifiedKVCacheManager
+    from unikv.budget import PoolBudget
+    from unikv.cache_manager import UnifiedKVCacheManager
     from unikv.request import KVCacheRequest
 
 __all__ = [
@@ -56,7 +57,7 @@ __all__ = [
 
 _IMPORTED_ON_USE: Final = {
     "KVCacheRequest": "unikv.request",
-    "PoolBudget": "unikv.cache_manager",
+    "PoolBudget": "unikv.budget",
     "UnifiedKVCacheManager": "unikv.cache_manager",
 }
 

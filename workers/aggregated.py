@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from unikv.cache_manager import PoolBudget, UnifiedKVCacheManager
+from unikv.budget import PoolBudget
+from unikv.cache_manager import UnifiedKVCacheManager
 from unikv.ids import RequestId
 from unikv.layer_spec import KVLayout
 from unikv.ranges import ceil_div

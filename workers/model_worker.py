@@ -8,7 +8,6 @@ from unikv.cache_manager import UnifiedKVCacheManager
 from unikv.request import KVCacheRequest
 from workers.config import HFRunnerConfig, SideConfig
 from workers.evidence import digest_pages
-from workers.hf_specs import check_layers
 from workers.model_store import resolve_model
 from workers.page_bytes import Bytes
 from workers.runner import Decoded, Evidence, Tables
@@ -27,6 +26,7 @@ def load_runner(config: HFRunnerConfig, side: SideConfig) -> HFRunner:
         config.draft if side.speculative is not None else None,
         dtype=config.dtype,
         draft_window=config.draft_window,
+        torch_threads=config.threads,
     )
 
 
@@ -44,8 +44,6 @@ class ModelRunner:
         Raises:
             ConfigError: the pair file's layers are not the model's.
         """
-        layout = manager.layout
-        check_layers(layout.specs, self._model.specs(), max_seq_len=layout.max_seq_len)
         self._model.bind(manager)
         self._card = card
         self._arrays = [manager.pools.numpy(storage) for storage in range(len(card.storages))]

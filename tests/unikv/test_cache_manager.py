@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import unikv
-from unikv.cache_manager import PoolBudget, UnifiedKVCacheManager
+from unikv.budget import PoolBudget
+from unikv.cache_manager import UnifiedKVCacheManager
 from unikv.errors import InternalError, LocalProtocolError, SpecError, UnknownLayerError
 from unikv.ids import NO_PAGE, NULL_SLOT, GroupId, LayerId, RequestId
 from unikv.kernel_index import flat_page_index

@@ -7,7 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
-from unikv.cache_manager import PoolBudget, UnifiedKVCacheManager
+from unikv.budget import PoolBudget
+from unikv.cache_manager import UnifiedKVCacheManager
 from unikv.errors import CapacityError, SpecError
 from unikv.ids import NO_PAGE, NULL_SLOT, LayerId, RequestId
 from unikv.layer_spec import KVCacheLayerSpec, KVDtype, KVLayout, LayerOwner, ReusePolicy

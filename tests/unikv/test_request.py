@@ -1,7 +1,8 @@
 import numpy as np
 import pytest
 
-from unikv.cache_manager import PoolBudget, UnifiedKVCacheManager
+from unikv.budget import PoolBudget
+from unikv.cache_manager import UnifiedKVCacheManager
 from unikv.errors import CapacityError, InternalError, LocalProtocolError, SpecError, UnknownLayerError
 from unikv.ids import NO_PAGE, GroupId, LayerId, RequestId
 from unikv.layer_spec import KVCacheLayerSpec, KVDtype, LayerOwner, ReusePolicy

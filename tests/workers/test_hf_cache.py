@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from unikv.cache_manager import PoolBudget, UnifiedKVCacheManager  # noqa: E402
+from unikv.budget import PoolBudget  # noqa: E402
+from unikv.cache_manager import UnifiedKVCacheManager  # noqa: E402
 from unikv.errors import InternalError, LocalProtocolError, SpecError  # noqa: E402
 from unikv.ids import LayerId, RequestId  # noqa: E402
 from unikv.layer_spec import KVCacheLayerSpec, KVDtype, KVLayout, LayerOwner  # noqa: E402

@@ -12,7 +12,8 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from unikv.cache_manager import PoolBudget, UnifiedKVCacheManager  # noqa: E402
+from unikv.budget import PoolBudget  # noqa: E402
+from unikv.cache_manager import UnifiedKVCacheManager  # noqa: E402
 from unikv.errors import ConfigError, LocalProtocolError, SpecError  # noqa: E402
 from unikv.ids import RequestId  # noqa: E402
 from unikv.layer_spec import KVDtype, KVLayout  # noqa: E402

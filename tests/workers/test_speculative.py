@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unikv.cache_manager import PoolBudget, UnifiedKVCacheManager
+from unikv.budget import PoolBudget
+from unikv.cache_manager import UnifiedKVCacheManager
 from unikv.errors import CapacityError, LocalProtocolError, SpecError
 from unikv.ids import LayerId, RequestId
 from unikv.layer_spec import KVCacheLayerSpec, KVDtype, LayerOwner
