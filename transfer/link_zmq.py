@@ -45,6 +45,7 @@ from transfer.link_guard import (
     closed,
     new_name,
 )
+from transfer.link_ipc import SocketFileManager, check_unused
 from unikv.errors import ConfigError, explain
 
 RETRY_S: Final = 0.05
@@ -62,7 +63,8 @@ EVENTS_PER_POLL: Final = 1024
 LISTEN_BACKLOG: Final = 1024
 HANDSHAKE_BYTES: Final = 4096
 """Longest frame a peer may send on a connection we made: handshakes and heartbeats, no message."""
-TRANSPORTS: Final = ("tcp://", "ipc://")
+LISTENABLE: Final = ("tcp://", "ipc:///", "ipc://@")
+"""Addresses that mean the same in every process; a relative path does not, and libzmq makes one of ``ipc://*``."""
 
 _SENDER: Final = re.compile(rb"([0-9a-f]{%d})\.[0-9]{1,19}" % (2 * NAME_BYTES))
 """Routing id of a link's DEALER: the link's name and the number of the connection, so that none is ever used twice."""
@@ -150,8 +152,8 @@ class _OutgoingSession:
 
     def _attempt(self) -> str | None:
         self.due_s = self._give_up_at_s
-        if not self.address.startswith(TRANSPORTS):
-            return f"not an address of {' or '.join(TRANSPORTS)}"
+        if not self.address.startswith(LISTENABLE):
+            return f"not an address that begins with {' or '.join(LISTENABLE)}"
         try:
             self._dealer = _make_dealer(self._context, self._routing_id)
             self.monitor = self._dealer.get_monitor_socket(_WATCHED)
@@ -191,8 +193,9 @@ class ZmqLink:
     """One ZeroMQ link. See `transfer.link.Link` for the contract.
 
     Args:
-        bind: where to listen: ``tcp://HOST:PORT`` with ``*`` for any free port, or ``ipc://PATH``. Other hosts reach
-            us only on an address that is not loopback, and anybody who reaches it may send to us.
+        bind: where to listen: ``tcp://HOST:PORT`` with ``*`` for any free port, ``ipc:///PATH``, or ``ipc://@NAME``
+            for a name without a file. Anybody who reaches that address may send to us: keep to loopback, or to a
+            network of trusted hosts.
         connect_timeout_s: how long to wait for a listener at an address.
         context: a ZeroMQ context to share; None gives the link its own, which it terminates when it closes.
 
@@ -207,9 +210,11 @@ class ZmqLink:
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
         context: _Context | None = None,
     ) -> None:
+        check_unused(bind)
         self._own_context = context is None
         self._context = zmq.Context() if context is None else context
         self._router, self._address = _listen(self._context, bind, own_context=self._own_context)
+        self._socket_file = SocketFileManager.of(self._address)
         self._connect_timeout_s = connect_timeout_s
         self._name = new_name()
         self._guard = ThreadGuard()
@@ -351,6 +356,7 @@ class ZmqLink:
             outgoing.drop()
         self._outgoing.clear()
         self._router.close(linger=0)
+        self._socket_file.remove()
         with self._wake_lock:
             if self._wake_fd is not None:
                 os.close(self._wake_fd)
@@ -367,14 +373,16 @@ def _listen(context: _Context, bind: str, *, own_context: bool) -> tuple[_Socket
     router.backlog = LISTEN_BACKLOG
     router.maxmsgsize = MAX_FRAME_BYTES
     try:
+        if not bind.startswith(LISTENABLE):
+            raise zmq.ZMQError(zmq.EINVAL)
         router.bind(bind)
     except zmq.ZMQError as error:
         router.close(linger=0)
         if own_context:
             context.term()
-        want = "a free address such as tcp://127.0.0.1:* or ipc://PATH"
+        want = "a free address such as tcp://127.0.0.1:* or ipc:///PATH"
         cure = "bind to an address of this host that nobody uses"
-        raise ConfigError(explain("link", f"bind ({error})", bind, want, cure)) from None
+        raise ConfigError(explain("link", f"bind address ({error.strerror})", bind, want, cure)) from None
     return router, router.get_string(zmq.LAST_ENDPOINT)
 
 

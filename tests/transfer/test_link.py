@@ -1,0 +1,47 @@
+from itertools import count
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from transfer.link import Link
+from transfer.link_guard import new_name
+from transfer.link_memory import MemoryNetwork
+from transfer.link_zmq import ZmqLink
+from transfer.testing_link import LinkConformance
+
+
+class TestMemoryLink(LinkConformance):
+    def setup_method(self) -> None:
+        super().setup_method()
+        self._network = MemoryNetwork()
+
+    def make_link(self, address: str | None = None) -> Link:
+        self._network.connect_timeout_s = self.connect_timeout_s
+        return self._network.link(address)
+
+
+class TestZmqLinkTcp(LinkConformance):
+    bind = "tcp://127.0.0.1:*"
+
+    def make_link(self, address: str | None = None) -> Link:
+        return ZmqLink(address or self.bind, connect_timeout_s=self.connect_timeout_s)
+
+
+class TestZmqLinkIpc(LinkConformance):
+    def setup_method(self) -> None:
+        super().setup_method()
+        self._folder = TemporaryDirectory(prefix="unikv-")
+        self._numbers = count()
+
+    def teardown_method(self) -> None:
+        super().teardown_method()
+        assert list(Path(self._folder.name).iterdir()) == []  # every link removed its socket file
+        self._folder.cleanup()
+
+    def make_link(self, address: str | None = None) -> Link:
+        bind = address or f"ipc://{self._folder.name}/{next(self._numbers)}"
+        return ZmqLink(bind, connect_timeout_s=self.connect_timeout_s)
+
+
+class TestZmqLinkAbstract(LinkConformance):
+    def make_link(self, address: str | None = None) -> Link:
+        return ZmqLink(address or f"ipc://@unikv-{new_name()}", connect_timeout_s=self.connect_timeout_s)
