@@ -1,0 +1,64 @@
+"""The machine form of a command's result: one JSON object, on stdout or in a file."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from unikv.errors import ConfigError, explain
+
+STDOUT: Final = "-"
+"""What ``--json`` without a file stands for."""
+
+_OPTION: Final = "--json"
+_PAIR_FILE_SUFFIXES: Final = (".yaml", ".yml")
+
+
+def spell_out_json(arguments: Sequence[str]) -> list[str]:
+    """Return `arguments` with ``--json`` made ``--json=-`` wherever no file follows: parsers want a value."""
+    result: list[str] = []
+    for number, word in enumerate(arguments):
+        if word == "--":
+            return [*result, *arguments[number:]]
+        following = arguments[number + 1 : number + 2]
+        alone = word == _OPTION and (not following or (following[0].startswith("-") and following[0] != STDOUT))
+        result.append(f"{_OPTION}={STDOUT}" if alone else word)
+    return result
+
+
+def check_target(target: str) -> None:
+    """Check that a result can be written to `target`, before the work is done.
+
+    Raises:
+        ConfigError: a directory, a place in a directory that is not there, or what looks like a pair file.
+    """
+    path = Path(target)
+    if target == STDOUT:
+        return
+    if path.is_dir() or not path.parent.is_dir():
+        want = "a file in a directory that exists"
+        raise ConfigError(explain("result", _OPTION, target, want, "create the directory, or name another file"))
+    if path.suffix in _PAIR_FILE_SUFFIXES:
+        want = "a name that is not a pair file's"
+        raise ConfigError(
+            explain("result", _OPTION, target, want, "end it in .json; the pair file comes before --json")
+        )
+
+
+def write_json(result: Mapping[str, Any], target: str) -> None:
+    """Write `result` to `target`, a file or ``-`` for stdout.
+
+    Raises:
+        ConfigError: as `check_target`.
+        OSError: the file cannot be written.
+    """
+    check_target(target)
+    text = json.dumps(result, indent=2, allow_nan=False) + "\n"
+    if target == STDOUT:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    else:
+        Path(target).write_text(text, encoding="utf-8")
