@@ -109,8 +109,8 @@ class TransferDriver:
         busy = False
         try:
             while not self._closing.is_set():
-                self._run_calls()
-                busy = self._engine.turn(0.0 if busy else IDLE_POLL_S)
+                called = self._run_calls()  # a call may have made work that no event announces
+                busy = self._engine.turn(0.0 if busy or called else IDLE_POLL_S)
         except BaseException as error:
             self._failure = error
             _log.exception("transfer driver: the engine failed")
@@ -119,13 +119,16 @@ class TransferDriver:
             self._engine.close()
             self._engine.link.close()
 
-    def _run_calls(self) -> None:
+    def _run_calls(self) -> bool:
+        """Run the calls that wait; return whether there were any."""
+        ran = False
         while True:
             try:
                 job = self._calls.get_nowait()
             except queue.Empty:
-                return
+                return ran
             job()
+            ran = True
 
     def _check_alive(self) -> None:
         if self._failure is not None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import sys
 from contextlib import ExitStack
+from typing import Final
 
 from transfer.hello import Side
 from workers.config import HFRunnerConfig, PairConfig
@@ -16,6 +18,9 @@ from workers.runner_pattern import PatternRunner
 
 _log = logging.getLogger(__name__)
 
+SWITCH_INTERVAL_S: Final = 0.0002
+"""How long Python code of the model may keep the transfer's thread waiting. The default of 5 ms is longer than a copy."""
+
 
 def run_worker(pair: PairConfig, side: Side, rank: int, rendezvous_url: str, *, serve: bool) -> int:
     """Bring one rank up, serve until told to end, take it down; return the process's exit code.
@@ -25,6 +30,7 @@ def run_worker(pair: PairConfig, side: Side, rank: int, rendezvous_url: str, *, 
         IncompatiblePeerError: the gate refused the context instance (generation side).
         LinkBrokenError: the rendezvous or a peer does not answer.
     """
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     with ExitStack() as stack:
         rendezvous = _meet(rendezvous_url, serve=serve)
         runner = make_runner(pair, side)
