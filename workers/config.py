@@ -1,258 +1,185 @@
-"""The pair file as typed, frozen data; reading, merging and complaining are `workers.config_load`'s business."""
+"""What a pair file says, resolved and frozen: both sides, how KV moves between them, and what runs.
+
+`workers.config_load.load_pair` makes these from YAML. Keys of ``model`` and a top-level ``speculative`` have been
+handed down to both sides already, so every reader finds one value for one fact.
+
+Everything here is immutable; sizes are in bytes, lengths in tokens.
+"""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, model_validator
+from pydantic import Field, model_validator
 
 from transfer.hello import DraftKVMode, PathKind, Side
 from transfer.options import TransferOptions
-from unikv.layer_spec import KVDtype, KVLayout, LayerOwner, ReusePolicy
+from workers.config_side import (
+    HostTierConfig,
+    LayerEntry,
+    ParallelConfig,
+    PoolConfig,
+    Section,
+    SideConfig,
+    SpeculativeConfig,
+)
+from workers.config_values import (
+    Count,
+    DraftSource,
+    Seconds,
+    SizeBytes,
+    Text,
+    as_tuple,
+    checked,
+    named,
+    one_of,
+    problem,
+)
 
-_UNITS: Final = {"B": 1, "KiB": 1024, "MiB": 1024**2, "GiB": 1024**3}
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(B|KiB|MiB|GiB)\s*")
-
-
-def parse_size(value: object) -> object:
-    """Return bytes for "8GiB" and the like; integers are bytes already.
-
-    Raises:
-        ValueError: a text that is no size.
-    """
-    if not isinstance(value, str):
-        return value
-    found = _SIZE.fullmatch(value)
-    if found is None:
-        raise ValueError(f"a size such as 8GiB, 512MiB or 4096B (units {', '.join(_UNITS)})")
-    return int(float(found[1]) * _UNITS[found[2]])
-
-
-Size = Annotated[int, BeforeValidator(parse_size), Field(ge=0)]
-NonNegative = Annotated[int, Field(ge=0)]
-
-
-class Settings(BaseModel):
-    """Base of all sections: frozen, and no key it does not know."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
-
-
-class LayerRunConfig(Settings):
-    """`count` equal layers in a row. `kv_heads` is the model's global number."""
-
-    count: PositiveInt = 1
-    owner: LayerOwner
-    kv_heads: PositiveInt
-    head_dim: PositiveInt
-    kv_factor: Literal[1, 2] = 2
-    dtype: KVDtype
-    window: PositiveInt | None = None
-    sink_tokens: NonNegative = 0
-    reuse: ReusePolicy = ReusePolicy.REQUIRED
-    extra_buffers: dict[str, PositiveInt] = Field(default_factory=dict)
+__all__ = [
+    "CurveConfig",
+    "HFRunnerConfig",
+    "HostTierConfig",
+    "LayerEntry",
+    "MatrixCase",
+    "PairConfig",
+    "ParallelConfig",
+    "PatternRunnerConfig",
+    "PoolConfig",
+    "RunnerConfig",
+    "SideConfig",
+    "SpeculativeConfig",
+    "TransferConfig",
+    "WorkloadConfig",
+]
 
 
-class SpeculativeConfig(Settings):
-    """The speculative mode; see `unikv.speculation`."""
+class CurveConfig(Section):
+    """Key files that authenticate and encrypt links; relative paths start at the pair file's directory."""
 
-    method: str
-    max_draft_tokens: PositiveInt
-    block_width: NonNegative
-    num_extra_kv_tokens: NonNegative
-
-
-class ParallelConfig(Settings):
-    """Ranks of one instance: ``rank = (pp_rank * tp + tp_rank) * cp + cp_rank``."""
-
-    tp: PositiveInt = 1
-    pp: PositiveInt = 1
-    cp: PositiveInt = 1
-    attention_dp: bool = False
+    public: Path
+    secret: Path
+    authorized: Path
 
 
-class PoolConfig(Settings):
-    """Size of the pools: pages of every pool group (null page included) or bytes in all."""
+class TransferConfig(Section):
+    """How pages move. Both sides use the same."""
 
-    pages: Annotated[int, Field(ge=2)] | None = None
-    bytes: Size | None = None
-
-    @model_validator(mode="after")
-    def _one_of(self) -> PoolConfig:
-        if (self.pages is None) == (self.bytes is None):
-            raise ValueError("exactly one of pages and bytes")
-        return self
-
-
-class HostTierConfig(Settings):
-    """The host tier of the cache; not served by this release, so only its defaults are accepted."""
-
-    bytes: Size = 0
-    codec: Literal["none", "identity", "fp8"] = "none"
-
-    @model_validator(mode="after")
-    def _not_yet(self) -> HostTierConfig:
-        if self.bytes or self.codec != "none":
-            raise ValueError("bytes 0 and codec none: this release has no host tier")
-        return self
-
-
-class SideConfig(Settings):
-    """One side after merging: everything its workers need to know of themselves."""
-
-    max_seq_len: PositiveInt
-    tokens_per_block: PositiveInt
-    kv_layout: KVLayout = KVLayout.HND
-    layers: Annotated[tuple[LayerRunConfig, ...], Field(min_length=1)]
-    speculative: SpeculativeConfig | None = None
-    parallel: ParallelConfig = ParallelConfig()
-    device: Literal["cpu", "cuda"] = "cpu"
-    devices: tuple[NonNegative, ...] | None = None
-    pool: PoolConfig
-    host_tier: HostTierConfig = HostTierConfig()
-
-    @model_validator(mode="after")
-    def _drafts_last(self) -> SideConfig:
-        owners = [run.owner for run in self.layers]
-        if LayerOwner.TARGET in owners[owners.index(LayerOwner.DRAFT) :] if LayerOwner.DRAFT in owners else False:
-            raise ValueError("layers with every target layer before the first draft layer")
-        return self
-
-    def device_of(self, rank: int, device_count: int) -> str:
-        """Return the device of a rank: its entry of `devices`, else rank modulo the number of devices."""
-        if self.device == "cpu":
-            return "cpu"
-        if self.devices:
-            return f"cuda:{self.devices[rank % len(self.devices)]}"
-        return f"cuda:{rank % max(1, device_count)}"
-
-
-class TransferConfig(Settings):
-    """How bytes move between the sides."""
-
-    path: PathKind = PathKind.AUTO
-    draft_kv: DraftKVMode = DraftKVMode.AUTO
-    checksum: Literal["off", "page"] = "off"
-    chunk_bytes: Annotated[int, BeforeValidator(parse_size), Field(ge=1)] = 8 * 1024**2
-    timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0
-    curve: Mapping[str, Any] | None = None
-
-    @model_validator(mode="after")
-    def _not_yet(self) -> TransferConfig:
-        if self.path is PathKind.NIXL:
-            raise ValueError("path auto, direct or zmq: this release carries no nixl path")
-        if self.checksum != "off":
-            raise ValueError("checksum off: this release computes no checksums")
-        if self.curve is not None:
-            raise ValueError("curve null: this release does not encrypt its links")
-        return self
+    path: Annotated[PathKind, named(PathKind)] = PathKind.AUTO
+    draft_kv: Annotated[DraftKVMode, named(DraftKVMode, spelled={0: "0", 1: "1"})] = DraftKVMode.AUTO
+    # YAML reads an unquoted off as false.
+    checksum: Annotated[str, one_of("off", "page", spelled={False: "off"})] = "off"
+    chunk_bytes: Annotated[SizeBytes, Field(ge=1)] = 8 << 20
+    timeout_s: Seconds = 60.0
+    curve: CurveConfig | None = None
 
     def options(self) -> TransferOptions:
-        """Return the endpoints' options."""
+        """Return what an endpoint needs of this."""
         return TransferOptions(timeout_s=self.timeout_s, chunk_bytes=self.chunk_bytes)
 
 
-class PatternRunnerConfig(Settings):
-    """No model: pages hold a pattern that names layer, role, head and token."""
+class PatternRunnerConfig(Section):
+    """No model: pages are filled with bytes that name their place."""
 
-    kind: Literal["pattern"]
+    kind: Literal["pattern"] = "pattern"
 
 
-class HFRunnerConfig(Settings):
-    """A causal LM that transformers loads, with a drafter.
+class HFRunnerConfig(Section):
+    """A transformers model and its drafter.
 
     Attributes:
-        draft: a model directory, ``{quantize_bits: N}`` or ``{drop_layers: N}`` of the target, or null.
-        threads: threads of one tensor operation in each process; null leaves torch's choice.
+        model: ``smollm2``, or a directory.
+        draft: None, a directory, ``{"quantize_bits": n}`` or ``{"drop_layers": n}``.
+        dtype: of the computation; pages have the dtype of their layers.
+        draft_window: attention window in tokens imposed on the drafter.
+        threads: threads of one tensor operation in each process; None leaves torch's choice.
     """
 
     kind: Literal["hf"]
-    model: str
-    draft: str | dict[Literal["quantize_bits", "drop_layers"], PositiveInt] | None = None
-    draft_window: PositiveInt | None = None
-    dtype: Literal["float32", "float16", "bfloat16"] = "float32"
-    threads: PositiveInt | None = 1
+    model: Text
+    draft: DraftSource = None
+    dtype: Annotated[str, one_of("float32", "float16", "bfloat16")] = "float32"
+    draft_window: Count | None = None
+    threads: Count | None = 1
+
+
+def _one_text_each(value: object) -> object:
+    if not isinstance(value, list | tuple) or not all(isinstance(text, str) and text.strip() for text in value):
+        raise problem("a list of texts, or a YAML file with one", "start each text with -")
+    return tuple(text.strip() for text in value)
+
+
+class WorkloadConfig(Section):
+    """What the benchmark asks for. `prompts` are texts, read already where the file named another file."""
+
+    requests: Count = 8
+    prompt_tokens: Annotated[tuple[Count, Count], as_tuple("[lowest, highest]", "write [100, 1000]", length=2)] = (
+        100,
+        1000,
+    )
+    output_tokens: Count = 32
+    concurrency: Count = 4
+    prompts: Annotated[tuple[str, ...], checked(_one_text_each)] | None = None
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.prompt_tokens[0] > self.prompt_tokens[1]:
+            raise problem("[lowest, highest]", "write the smaller length first", field="prompt_tokens")
+        return self
+
+    def texts(self) -> tuple[str, ...]:
+        """Return the prompts, none where lengths are all there is."""
+        return self.prompts or ()
+
+
+def _with_kind(value: object) -> object:
+    """Refuse unknown kinds in our own words, and fill in the kind that needs no other key."""
+    kinds = ("pattern", "hf")
+    if not isinstance(value, dict):
+        raise problem(f"a mapping with kind: {' or '.join(kinds)}", "write {kind: pattern}")
+    if value.get("kind") not in kinds:
+        raise problem(f"one of {', '.join(kinds)}", "say which runner fills the pages", field="kind")
+    return value
+
+
+class MatrixCase(Section):
+    """A named variation of the pair: dotted keys and their values, applied before anything is inherited."""
+
+    name: Annotated[str, Field(strict=True, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+-]*$")]
+    set: dict[str, Any] = Field(default_factory=dict)
 
 
 RunnerConfig = Annotated[PatternRunnerConfig | HFRunnerConfig, Field(discriminator="kind")]
 
 
-class WorkloadConfig(Settings):
-    """What the benchmark sends.
+class PairConfig(Section):
+    """A whole pair file.
 
     Attributes:
-        requests, prompt_tokens: how many prompts of which lengths (runners without a model).
-        prompts: texts, or a YAML file with a list of them (runners with a model).
-        base_dir: where relative paths start; filled in when the file is read.
-    """
-
-    requests: PositiveInt = 8
-    prompt_tokens: tuple[PositiveInt, PositiveInt] = (100, 1000)
-    output_tokens: PositiveInt = 32
-    concurrency: PositiveInt = 1
-    prompts: str | tuple[str, ...] | None = None
-    base_dir: Path = Field(default=Path(), exclude=True)
-
-    @model_validator(mode="after")
-    def _ordered(self) -> WorkloadConfig:
-        if self.prompt_tokens[0] > self.prompt_tokens[1]:
-            raise ValueError("prompt_tokens as [lowest, highest]")
-        return self
-
-    def texts(self) -> tuple[str, ...]:
-        """Return the prompts; a file of them is read now.
-
-        Raises:
-            ConfigError: the file cannot be read, or is no list of texts.
-        """
-        from workers.config_load import read_prompts  # noqa: PLC0415 - that module imports this one
-
-        if isinstance(self.prompts, str):
-            return read_prompts(self.base_dir / self.prompts)
-        return self.prompts or ()
-
-
-class CaseConfig(Settings):
-    """A named variation of the pair file: dotted keys and their values."""
-
-    name: str
-    set: dict[str, Any]
-
-
-class PairConfig(Settings):
-    """Both sides of a pair, resolved.
-
-    Attributes:
-        name: the preset's or file's name.
-        source: where it was read from.
+        source: what it was loaded from: a path or the name of a preset.
+        name: for titles; the file's own, or made from `source`.
+        case: the matrix case that was applied, None for the file as it is.
+        context, generation: the two sides; see `side`.
         matrix: named variations that the benchmark runs one after the other.
     """
 
-    name: str
+    internal = frozenset({"source", "case"})
+
     source: str
+    name: Text
+    case: str | None = None
     context: SideConfig
     generation: SideConfig
     transfer: TransferConfig = TransferConfig()
-    runner: RunnerConfig
+    runner: Annotated[RunnerConfig, checked(_with_kind)] = PatternRunnerConfig()
     workload: WorkloadConfig = WorkloadConfig()
-    matrix: tuple[CaseConfig, ...] = ()
-
-    @model_validator(mode="after")
-    def _served(self) -> PairConfig:
-        if isinstance(self.runner, HFRunnerConfig):
-            for side in Side:
-                parallel = self.side(side).parallel
-                if (parallel.tp, parallel.pp, parallel.cp) != (1, 1, 1):
-                    raise ValueError(f"{side}.parallel with tp, pp and cp 1: runner hf runs a model on one rank")
-        return self
+    matrix: Annotated[tuple[MatrixCase, ...], as_tuple("a list of {name, set}", "start each case with -")] = ()
 
     def side(self, side: Side) -> SideConfig:
-        """Return one side's settings."""
+        """Return one side."""
         return self.context if side is Side.CONTEXT else self.generation
 
     def resolved(self) -> dict[str, Any]:
-        """Return everything as plain data, for reports."""
+        """Return everything as plain JSON-able data, defaults included."""
         return self.model_dump(mode="json")

@@ -1,8 +1,18 @@
-"""From a side's settings to its ranks: positions, layer specs, layouts and cards."""
+"""From one side of a pair file to its ranks: who is where, which layers and heads each holds, and its card.
+
+::
+
+    rank = (pp_rank * tp + tp_rank) * cp + cp_rank
+
+    target layers   0 1 2 | 3 4      pp = 2: as even as possible, earlier stages take the remainder
+    draft layers          | 5 6      on the last stage
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from typing import Final
 
 from transfer.cards import build_card
 from transfer.hello import HostIdentity, MemoryExport, ParallelPosition, RankCard, Side, SpeculativeCard
@@ -11,53 +21,60 @@ from unikv.errors import ConfigError, SpecError, explain
 from unikv.ids import GroupId, LayerId
 from unikv.layer_spec import KVCacheLayerSpec, LayerOwner
 from unikv.layout import CacheLayout, build_layout
-from unikv.ranges import head_shard, stage_layers
+from unikv.ranges import Span, head_shard, stage_layers
 from unikv.speculation import SpeculationShape
-from workers.config import LayerRunConfig, PairConfig, SideConfig
+from workers.config import LayerEntry, PairConfig, SideConfig
+
+DRY: Final = "dry"
+"""Incarnation of cards that no process stands behind."""
 
 
 def positions(side: SideConfig) -> tuple[ParallelPosition, ...]:
-    """Return the place of every rank, in rank order."""
-    parallel = side.parallel
+    """Return every rank's place, in the order of ranks."""
+    shape = side.parallel
     return tuple(
         ParallelPosition(
-            tp=parallel.tp,
+            tp=shape.tp,
             tp_rank=tp_rank,
-            pp=parallel.pp,
+            pp=shape.pp,
             pp_rank=pp_rank,
-            cp=parallel.cp,
+            cp=shape.cp,
             cp_rank=cp_rank,
-            attention_dp=parallel.attention_dp,
+            attention_dp=shape.attention_dp,
         )
-        for pp_rank in range(parallel.pp)
-        for tp_rank in range(parallel.tp)
-        for cp_rank in range(parallel.cp)
+        for pp_rank, tp_rank, cp_rank in product(range(shape.pp), range(shape.tp), range(shape.cp))
     )
+
+
+def whole_model(side: SideConfig) -> ParallelPosition:
+    """Return the place of an imagined rank that holds every layer with all heads."""
+    return ParallelPosition(attention_dp=side.parallel.attention_dp)
 
 
 def rank_specs(side: SideConfig, position: ParallelPosition) -> tuple[KVCacheLayerSpec, ...]:
-    """Return the layers of one rank: its stage's share of the target, and on the last stage the draft layers.
+    """Return the layers of the rank at `position` with the heads it holds; layer ids are global.
 
     Raises:
-        ConfigError: heads and tp do not divide one another, or a stage is left without layers.
+        ConfigError: the side lists no layers (its model decides), heads and tp do not divide one another, or there
+            are more pipeline stages than target layers.
     """
-    runs = [run for run in side.layers for _ in range(run.count)]
-    targets = sum(run.owner is LayerOwner.TARGET for run in runs)
-    mine = stage_layers(targets, position.pp, position.pp_rank)
-    last = position.pp_rank == position.pp - 1
-    specs = tuple(
-        _spec(LayerId(layer), run, position)
-        for layer, run in enumerate(runs)
-        if (layer in mine if layer < targets else last)
+    held = _stage(side, position)
+    layers = [
+        (number, entry, layer_id)
+        for number, entry, layer_id in _numbered(side)
+        if (position.pp_rank == position.pp - 1 if entry.owner is LayerOwner.DRAFT else layer_id in held)
+    ]
+    return tuple(
+        entry.spec(layer_id, heads=_local_heads(side, number, entry, position)) for number, entry, layer_id in layers
     )
-    if not specs:
-        want = f"at least {position.pp}, one for every stage"
-        raise ConfigError(explain("layers", "target layers", targets, want, "lower parallel.pp or add layers"))
-    return specs
 
 
 def rank_layout(side: SideConfig, position: ParallelPosition) -> CacheLayout:
-    """Return the arrangement of one rank's cache."""
+    """Return the layout of the rank at `position`.
+
+    Raises:
+        ConfigError: as `rank_specs`.
+    """
     return build_layout(
         rank_specs(side, position),
         tokens_per_block=side.tokens_per_block,
@@ -67,20 +84,33 @@ def rank_layout(side: SideConfig, position: ParallelPosition) -> CacheLayout:
 
 
 def speculation_shape(side: SideConfig) -> SpeculationShape | None:
-    """Return what the speculative mode reserves."""
-    mode = side.speculative
-    if mode is None:
+    """Return what the speculative mode reserves, None without one."""
+    config = side.speculative
+    if config is None:
         return None
     return SpeculationShape(
-        max_draft_tokens=mode.max_draft_tokens,
-        block_width=mode.block_width,
-        num_extra_kv_tokens=mode.num_extra_kv_tokens,
+        max_draft_tokens=config.max_draft_tokens,
+        block_width=config.block_width,
+        num_extra_kv_tokens=config.num_extra_kv_tokens,
     )
 
 
 def pool_budget(side: SideConfig) -> PoolBudget:
-    """Return the size of the pools."""
+    """Return the size of one rank's pools."""
     return PoolBudget(pages=side.pool.pages, bytes=side.pool.bytes)
+
+
+def pool_slots(side: SideConfig, layout: CacheLayout) -> dict[GroupId, int]:
+    """Return the slots of each layer group's pools, the null slot included, without allocating anything.
+
+    Raises:
+        ConfigError: the pool is too small for one page of every group.
+    """
+    try:
+        slots = pool_budget(side).slots(layout)
+    except SpecError as error:
+        raise ConfigError(f"{side.source}: {side.side}.pool: {error}") from None
+    return {group.group_id: slots[group.pool_group] for group in layout.groups}
 
 
 def rank_card(  # noqa: PLR0913 - a card states many facts, and each has one source at the caller
@@ -88,75 +118,96 @@ def rank_card(  # noqa: PLR0913 - a card states many facts, and each has one sou
     side: Side,
     position: ParallelPosition,
     *,
-    layout: CacheLayout,
-    num_slots: Mapping[GroupId, int] | int,
-    incarnation: str = "dry-run",
+    layout: CacheLayout | None = None,
+    num_slots: Mapping[GroupId, int] | int | None = None,
+    incarnation: str = DRY,
     instance: str = "",
     address: str = "",
-    device: str = "cpu",
+    device: str = "",
     exports: Sequence[MemoryExport | None] | None = None,
     host: HostIdentity | None = None,
 ) -> RankCard:
-    """Return what one rank tells its peers; without address and host it serves a dry run."""
+    """Return the card of one rank; without the keyword arguments that of a dry run.
+
+    Args:
+        pair, side, position: which rank of what.
+        layout: the rank's layout, where it is there already.
+        num_slots: slots per layer group that were really allocated.
+        incarnation, instance, address, device, exports, host: as in `transfer.cards.build_card`.
+
+    Raises:
+        ConfigError: as `rank_specs` and `pool_slots`.
+    """
     config = pair.side(side)
-    counts = {owner: sum(run.count for run in config.layers if run.owner is owner) for owner in LayerOwner}
+    layout = layout or rank_layout(config, position)
     return build_card(
         layout,
         side=side,
         position=position,
-        num_slots=num_slots,
+        num_slots=num_slots or pool_slots(config, layout),
         incarnation=incarnation,
         instance=instance or f"{side}-0",
         address=address,
-        device=device,
+        device=device or config.device,
         speculative=_speculative_card(config),
         draft_kv=pair.transfer.draft_kv,
         path=pair.transfer.path,
-        checksum=pair.transfer.checksum,
-        num_target_layers=counts[LayerOwner.TARGET],
-        num_draft_layers=counts[LayerOwner.DRAFT],
+        num_target_layers=config.num_target_layers,
+        num_draft_layers=config.num_draft_layers,
         exports=exports,
         host=host,
+        checksum=pair.transfer.checksum,
     )
 
 
 def dry_cards(pair: PairConfig, side: Side) -> tuple[RankCard, ...]:
-    """Return the cards of all ranks of a side without any memory behind them."""
-    config = pair.side(side)
-    cards = []
-    for position in positions(config):
-        layout = rank_layout(config, position)
-        slots = pool_budget(config).slots(layout)
-        by_group = {group.group_id: slots[group.pool_group] for group in layout.groups}
-        cards.append(
-            rank_card(
-                pair, side, position, layout=layout, num_slots=by_group, device=config.device_of(position.rank, 1)
-            )
-        )
-    return tuple(cards)
+    """Return the cards of all ranks of a side as a run would have them, without memory or address.
+
+    Raises:
+        ConfigError: as `rank_card`.
+    """
+    return tuple(rank_card(pair, side, position) for position in positions(pair.side(side)))
 
 
-def _speculative_card(config: SideConfig) -> SpeculativeCard | None:
-    mode = config.speculative
-    return None if mode is None else SpeculativeCard(**mode.model_dump())
+def _speculative_card(side: SideConfig) -> SpeculativeCard | None:
+    config = side.speculative
+    if config is None:
+        return None
+    return SpeculativeCard(
+        method=config.method,
+        max_draft_tokens=config.max_draft_tokens,
+        block_width=config.block_width,
+        num_extra_kv_tokens=config.num_extra_kv_tokens,
+    )
 
 
-def _spec(layer: LayerId, run: LayerRunConfig, position: ParallelPosition) -> KVCacheLayerSpec:
-    tp, tp_rank = (1, 0) if position.attention_dp else (position.tp, position.tp_rank)
+def _numbered(side: SideConfig) -> Iterator[tuple[int, LayerEntry, LayerId]]:
+    """Yield (entry number, entry, global layer id) for every layer of the model."""
+    if side.layers is None:
+        want = "a list of layers: they come from the model only when it is loaded"
+        raise ConfigError(explain(side.source, f"{side.side}.layers", "auto", want, "list them under model.layers"))
+    layer_id = 0
+    for number, entry in enumerate(side.layers):
+        for _ in range(entry.count):
+            yield number, entry, LayerId(layer_id)
+            layer_id += 1
+
+
+def _stage(side: SideConfig, position: ParallelPosition) -> Span:
+    """Return the target layers of the rank's pipeline stage; they are numbered first."""
+    layers = side.num_target_layers
+    if position.pp > max(1, layers):
+        want = f"<= {layers}, the number of target layers"
+        cure = "give every stage a layer"
+        raise ConfigError(explain(side.source, f"{side.side}.parallel.pp", position.pp, want, cure))
+    return stage_layers(layers, position.pp, position.pp_rank)
+
+
+def _local_heads(side: SideConfig, number: int, entry: LayerEntry, position: ParallelPosition) -> int:
+    if position.attention_dp:
+        return entry.kv_heads
+    thing = f"{side.source}: {side.side} layers[{number}] ({entry.owner}, tp={position.tp})"
     try:
-        shard = head_shard(run.kv_heads, tp, tp_rank, thing=f"layers: {run.owner} layer {layer}")
-        return KVCacheLayerSpec(
-            layer_id=layer,
-            owner=run.owner,
-            num_kv_heads=len(shard.heads),
-            total_num_kv_heads=run.kv_heads,
-            head_dim=run.head_dim,
-            kv_factor=run.kv_factor,
-            dtype=run.dtype,
-            window=run.window,
-            sink_tokens=run.sink_tokens,
-            reuse_policy=run.reuse,
-            extra_buffers=run.extra_buffers,
-        )
+        return len(head_shard(entry.kv_heads, position.tp, position.tp_rank, thing=thing).heads)
     except SpecError as error:
         raise ConfigError(str(error)) from None
