@@ -135,11 +135,13 @@ class _OutgoingSession:
 
     def stop(self, linger_s: float) -> None:
         """Close the sockets of this attempt; what libzmq still holds is sent for up to `linger_s`."""
+        # The order matters: an I/O thread that has an event for a monitor nobody reads waits for ever.
+        if self._dealer is not None:
+            self._dealer.disable_monitor()
         if self.monitor is not None:
             self._poller.unregister(self.monitor)
             self.monitor.close(linger=0)
         if self._dealer is not None:
-            self._dealer.disable_monitor()
             self._dealer.close(linger=int(linger_s * 1000))
         self._dealer = self.monitor = None
 
