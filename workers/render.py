@@ -1,0 +1,235 @@
+"""Results for a person: tables that fit 80 columns, made from the same objects the machine form is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from typing import Any, Final
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+Result = Mapping[str, Any]
+
+_VERDICT_STYLES: Final = {"ok": "green", "fallback": "yellow", "refuse": "bold red"}
+_DRAFT_KV: Final = {
+    "shared": "travels with the target's",
+    "per_view": "travels, heads cut per view",
+    "off": "does not travel",
+}
+
+
+def layout(result: Result) -> RenderableType:
+    """Show groups, pools and layers of one rank."""
+    title = f"{result['side']} rank {result['rank']}: {result['bytes_per_token']:,} bytes per token, "
+    title += f"{result['tokens_per_block']} tokens per block, {result['kv_layout']}"
+    groups = _table("Layer groups", "group", "owner", "layers", "window", "sinks", "reuse", "page")
+    for group in result["groups"]:
+        groups.add_row(
+            str(group["id"]),
+            group["owner"],
+            ranges(group["layers"]),
+            _window(group["window"]),
+            str(group["sink_blocks"]),
+            group["reuse"],
+            size_text(group["page_bytes"]),
+        )
+    pools = _table("Pools (one slot)", "group", "pool", "slot", "buffers", "each", "holds")
+    for pool in result["pools"]:
+        pools.add_row(
+            str(pool["group"]),
+            str(pool["index"]),
+            size_text(pool["slot_bytes"]),
+            str(len(pool["buffers"])),
+            size_text(pool["buffer_bytes"]),
+            _buffers(pool["buffers"]),
+        )
+    layers = _table("Layers", "layers", "owner", "heads here", "of the model", "bytes per token")
+    for same, items in _runs(result["layers"], "owner", "local_kv_heads", "heads", "bytes_per_token"):
+        owner, local, heads, size = same
+        layers.add_row(ranges(item["layer"] for item in items), owner, str(local), ranges(range(*heads)), f"{size:,}")
+    return Group(Text(title, style="bold"), groups, pools, layers)
+
+
+def size(result: Result) -> RenderableType:
+    """Show costs and what fits."""
+    title = f"{result['side']} rank {result['rank']}: {result['tokens']:,} tokens in {result['requests']:,} request(s)"
+    costs = _table("", "what", "bytes", "", header=False)
+    for name, value in (
+        ("per token", result["bytes_per_token"]),
+        ("per token while every layer keeps it", result["all_layers_bytes_per_token"]),
+        ("per request, for windows and sinks", result["fixed_bytes_per_request"]),
+        ("needed", result["quota_bytes"]),
+        ("pools of the pair file", result["pool_bytes"]),
+    ):
+        costs.add_row(name, f"{value:,}", size_text(value))
+    fits = [f"tokens that fit into the pair file's pools: {_tokens(result['tokens_for_pool'])}"]
+    quota = result["given_quota_bytes"]
+    if quota is not None:
+        fits.append(f"tokens that fit into {size_text(quota)}: {_tokens(result['tokens_for_quota'])}")
+    groups = _table("Layer groups", "group", "owner", "window", "page", "pages per request", "all requests")
+    for group in result["groups"]:
+        groups.add_row(
+            str(group["id"]),
+            group["owner"],
+            _window(group["window"]),
+            size_text(group["page_bytes"]),
+            f"{group['pages_per_request']:,}",
+            size_text(group["bytes"]),
+        )
+    return Group(Text(title, style="bold"), costs, *map(Text, fits), groups)
+
+
+def check(result: Result) -> RenderableType:
+    """Show every check, then in words what is wrong."""
+    table = _table("", "verdict", "check", "about", "context", "generation")
+    notes: list[Text] = []
+    for row in result["checks"]:
+        style = _VERDICT_STYLES[row["verdict"]]
+        table.add_row(
+            Text(row["verdict"], style=style), row["name"], row["scope"], Text(row["context"]), Text(row["generation"])
+        )
+        if row["reason"]:
+            notes.append(Text(f"{row['verdict']}  {row['name']} [{row['scope']}]: {row['reason']}", style=style))
+    fine = result["compatible"]
+    outcome = "compatible" if fine else "refused"
+    last = f"{outcome}; draft KV {_DRAFT_KV[result['draft_kv']]} ({result['draft_kv']})"
+    return Group(table, *notes, Text(last, style="bold green" if fine else "bold red"))
+
+
+def plan(result: Result) -> RenderableType:
+    """Show every pair of ranks; slices that differ in their layer only share a line."""
+    table = _table("", "from", "to", "owner", "layers", "roles", "heads", "bytes per page", "lanes")
+    for pair in result["pairs"]:
+        first = True
+        for (owner, heads), pieces in _grouped(pair["slices"], "owner", "heads"):
+            table.add_row(
+                str(pair["context_rank"]) if first else "",
+                str(pair["generation_rank"]) if first else "",
+                owner,
+                ranges({piece["layer"] for piece in pieces}),
+                ", ".join(dict.fromkeys(piece["role"] for piece in pieces)),
+                ranges(range(*heads)),
+                f"{sum(piece['bytes_per_page'] for piece in pieces):,}",
+                str(pair["lanes"]) if first else "",
+            )
+            first = False
+        table.add_section()
+    count = len(result["pairs"])
+    last = f"{count} pair(s) of ranks move bytes; draft KV {_DRAFT_KV[result['draft_kv']]}"
+    return Group(
+        table, Text(last, style="bold"), Text(f"digest {result['digest']}; offsets are in --json", style="dim")
+    )
+
+
+def pages(result: Result) -> RenderableType:
+    """Show the ordinals of each group."""
+    title = f"prompt of {result['prompt_tokens']:,} tokens, {result['cached_tokens']:,} of them already there"
+    table = _table("", "group", "owner", "window", "sinks", "pages", "ordinals that travel")
+    for group in result["groups"]:
+        ordinals = group["ordinals"]
+        text = ranges(ordinals) or "none"
+        table.add_row(
+            str(group["id"]),
+            group["owner"],
+            _window(group["window"]),
+            str(group["sink_blocks"]),
+            str(len(ordinals)),
+            text if group["travels"] else f"none: draft KV does not travel ({text} would)",
+        )
+    return Group(Text(title, style="bold"), table)
+
+
+def presets(result: Result) -> RenderableType:
+    """Show the shipped pair files."""
+    table = _table("", "preset", "runner", "context", "generation", "layers", "cases")
+    for preset in result["presets"]:
+        table.add_row(
+            preset["name"],
+            preset["runner"],
+            _parallel(preset["context"]),
+            _parallel(preset["generation"]),
+            f"{preset['target_layers']} + {preset['draft_layers']} draft",
+            "\n".join(preset["cases"]) or "-",
+        )
+    return table
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Return ``0-3, 7`` for 0, 1, 2, 3, 7."""
+    ordered = sorted(numbers)
+    parts = []
+    for _, run in groupby(enumerate(ordered), key=lambda item: item[1] - item[0]):
+        values = [value for _, value in run]
+        parts.append(f"{values[0]}-{values[-1]}" if len(values) > 1 else str(values[0]))
+    return ", ".join(parts)
+
+
+def size_text(size_bytes: int) -> str:
+    """Return a size in the largest unit that keeps it at 1 or more."""
+    for unit, bytes_each in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if size_bytes >= bytes_each:
+            return (
+                f"{size_bytes / bytes_each:.4g} {unit}"
+                if size_bytes % bytes_each
+                else f"{size_bytes // bytes_each} {unit}"
+            )
+    return f"{size_bytes} B"
+
+
+def _table(title: str, *columns: str, header: bool = True) -> Table:
+    table = Table(title=title or None, title_justify="left", show_header=header, box=SIMPLE_HEAD, pad_edge=False)
+    numbers = {
+        "bytes",
+        "bytes per token",
+        "bytes per page",
+        "lanes",
+        "pages",
+        "pages per request",
+        "page",
+        "slot",
+        "each",
+    }
+    for column in columns:
+        table.add_column(
+            column,
+            justify="right" if column in numbers else "left",
+            overflow="fold",
+            no_wrap=column in ("check", "preset", "cases", "verdict"),
+        )
+    return table
+
+
+def _runs(items: Sequence[Result], *keys: str) -> Iterable[tuple[tuple[Any, ...], list[Result]]]:
+    """Yield neighbours that agree in `keys` together."""
+    for same, run in groupby(items, key=lambda item: tuple(item[key] for key in keys)):
+        yield same, list(run)
+
+
+def _grouped(items: Sequence[Result], *keys: str) -> Iterable[tuple[tuple[Any, ...], list[Result]]]:
+    """Yield all items that agree in `keys` together, in order of first appearance."""
+    found: dict[str, tuple[tuple[Any, ...], list[Result]]] = {}
+    for item in items:
+        same = tuple(item[key] for key in keys)
+        found.setdefault(repr(same), (same, []))[1].append(item)
+    yield from found.values()
+
+
+def _buffers(buffers: Sequence[Result]) -> str:
+    roles = ", ".join(dict.fromkeys(item["role"] for item in buffers))
+    return f"{roles} of layers {ranges({item['layer'] for item in buffers})}"
+
+
+def _window(window: int | None) -> str:
+    return "full" if window is None else f"{window:,}"
+
+
+def _tokens(count: int | None) -> str:
+    return "any number" if count is None else f"{count:,}"
+
+
+def _parallel(shape: Mapping[str, Any]) -> str:
+    split = " ".join(f"{name}{shape[name]}" for name in ("tp", "pp", "cp") if shape[name] != 1) or "1 rank"
+    return f"{split} dp" if shape["attention_dp"] else split
