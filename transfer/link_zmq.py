@@ -69,7 +69,12 @@ LISTENABLE: Final = ("tcp://", "ipc:///", "ipc://@")
 _SENDER: Final = re.compile(rb"([0-9a-f]{%d})\.[0-9]{1,19}" % (2 * NAME_BYTES))
 """Routing id of a link's DEALER: the link's name and the number of the connection, so that none is ever used twice."""
 _REFUSED: Final = (zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.EVENT_HANDSHAKE_FAILED_AUTH)
-_FAILED: Final = (zmq.EVENT_CLOSED, zmq.EVENT_DISCONNECTED, zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
+_FAILED: Final = {
+    zmq.EVENT_CLOSED: "no listener",
+    zmq.EVENT_DISCONNECTED: "only handshakes broken off",
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "only handshakes broken off",
+}
+"""Events that end an attempt to connect, and what to say if every attempt ends so."""
 _WATCHED: Final = sum((zmq.EVENT_HANDSHAKE_SUCCEEDED, *_REFUSED, *_FAILED))
 
 _Socket = zmq.Socket[bytes]
@@ -100,6 +105,7 @@ class _OutgoingSession:
         self._dealer: _Socket | None = None
         self.monitor: _Socket | None = None
         self._stands = False
+        self._outcome = "no answer"
 
     def start(self, now_s: float, timeout_s: float) -> None:
         """Begin to connect; `due_s` is when `service` must be called even if no event arrives."""
@@ -112,16 +118,16 @@ class _OutgoingSession:
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._stand()
             elif event in _REFUSED:
-                return "what listens there refused the handshake; is it a link of another release?"
+                return "the handshake is refused: what listens there is no link"
             elif self._stands:
                 return "the connection is lost"
             else:
                 self.stop(linger_s=0)
-                self.due_s = now_s + RETRY_S
+                self._outcome, self.due_s = _FAILED[event], now_s + RETRY_S
         if self._stands:
             return None
         if now_s >= self._give_up_at_s:
-            return f"no listener within {self._timeout_s:g} s"
+            return f"{self._outcome} within {self._timeout_s:g} s"
         if self._dealer is None and now_s >= self.due_s:
             return self._attempt()
         return None
@@ -166,10 +172,10 @@ class _OutgoingSession:
             return f"cannot connect: {error}"
         return None
 
-    def _events(self) -> Iterator[int]:
+    def _events(self) -> Iterator[zmq.Event]:
         while self.monitor is not None:
             try:
-                yield recv_monitor_message(self.monitor, zmq.NOBLOCK)["event"]
+                yield zmq.Event(recv_monitor_message(self.monitor, zmq.NOBLOCK)["event"])
             except zmq.Again:
                 return
 
@@ -277,7 +283,7 @@ class ZmqLink:
         return ticket
 
     def poll(self, timeout_s: float) -> list[LinkEvent]:
-        """Return what arrived, waiting for it up to `timeout_s` seconds; messages come before the peers that left."""
+        """Return what arrived, waiting for it up to `timeout_s` seconds; messages first."""
         self._guard.adopt()
         self._check()
         deadline_s = time.monotonic() + timeout_s
@@ -319,7 +325,7 @@ class ZmqLink:
         woken = self._wake_fd in ready
         if woken and self._wake_fd is not None:
             os.eventfd_read(self._wake_fd)
-        # Look after the connections first: what a peer sent before it left is then most likely in our queue already.
+        # Look after the connections first: what a peer sent before it left is then usually in our queue.
         gone = self._service(ready)
         received = self._receive() if self._router in ready or gone else []
         return [*received, *gone], woken

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from transfer.link import Link
+from transfer.link import Link, PeerGone, Received
 from transfer.link_guard import MAX_FRAME_BYTES
 from transfer.testing_mailbox import (
     PATIENCE_S,
@@ -203,6 +203,19 @@ class LinkConformance:
 
     def test_a_peer_that_aborts_is_gone_exactly_once(self) -> None:
         self._leaves(self.mail.abort)
+
+    def test_what_a_peer_sent_before_it_closed_arrives(self) -> None:
+        one, two = self.pair()
+        one.send(two.address, [b"x"])
+        self.mail.receive(two, 1)
+        for n in range(50):
+            two.send(one.address, [b"%d" % n])
+        self.mail.wait_for(lambda: self.mail.count(one) > 0, "the first message")
+        self.mail.close(two)
+        self.mail.wait_for(lambda: self.mail.count(one) == 51, "50 messages and the loss of the peer")
+        events = self.mail.take(one)
+        assert [contents(event) for event in events if isinstance(event, Received)] == [[b"%d" % n] for n in range(50)]
+        assert [event.address for event in events if isinstance(event, PeerGone)] == [two.address]
 
     def test_a_listener_may_come_late(self) -> None:
         self.connect_timeout_s = PATIENCE_S

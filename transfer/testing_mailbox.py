@@ -50,23 +50,29 @@ class MailboxManager:
         for link in self._links:
             self._boxes[id(link)] += link.poll(0.001)
 
+    def count(self, link: Link) -> int:
+        """Return how many events of `link` wait to be taken."""
+        return len(self._boxes[id(link)])
+
+    def take(self, link: Link) -> list[LinkEvent]:
+        """Return every event of `link` since the last time."""
+        events, self._boxes[id(link)] = self._boxes[id(link)], []
+        return events
+
     def receive(self, link: Link, count: int) -> list[Received]:
         """Return the next `count` messages of `link`. More of them, or another event, is a failure."""
-        box = self._boxes[id(link)]
-        self.wait_for(lambda: len(box) >= count, f"{count} messages")
-        messages = [event for event in box if isinstance(event, Received)]
-        assert len(messages) == len(box) == count, f"expected {count} messages, got {box}"
-        box.clear()
+        self.wait_for(lambda: self.count(link) >= count, f"{count} messages")
+        events = self.take(link)
+        messages = [event for event in events if isinstance(event, Received)]
+        assert len(messages) == len(events) == count, f"expected {count} messages, got {events}"
         return messages
 
     def wait_gone(self, link: Link, address: str) -> str:
         """Return why the peer at `address` is gone from `link`. Any other event is a failure."""
-        box = self._boxes[id(link)]
-        self.wait_for(lambda: bool(box), f"the loss of {address}")
-        (event,) = box
+        self.wait_for(lambda: self.count(link) > 0, f"the loss of {address}")
+        (event,) = self.take(link)
         assert isinstance(event, PeerGone), f"expected the loss of {address}, got {event}"
         assert event.address == address
-        box.clear()
         return event.reason
 
     def wait_done(self, ticket: SendTicket) -> None:
@@ -85,7 +91,7 @@ class MailboxManager:
         give_up_at_s = time.monotonic() + QUIET_S
         while time.monotonic() < give_up_at_s:
             self.pump()
-        assert self._boxes[id(link)] == []
+        assert self.take(link) == []
 
 
 def contents(message: Received) -> list[bytes]:
