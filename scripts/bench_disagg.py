@@ -9,4 +9,4 @@ import sys
 from workers.cli import main
 
 if __name__ == "__main__":
-    main(["bench", *sys.argv[1:]])
+    raise SystemExit(main(["bench", *sys.argv[1:]]))

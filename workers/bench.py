@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import statistics
 import subprocess
@@ -12,7 +13,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
-from transfer.hello import DraftKVMode
 from workers.config import HFRunnerConfig, PairConfig
 from workers.config_load import load_pair, pair_cases
 from workers.control import PathReport
@@ -61,7 +61,7 @@ def run_bench(request: BenchRequest, progress: Progress) -> dict[str, Any]:
         LinkBrokenError: workers did not come up.
     """
     whole = load_pair(request.source, overrides=request.overrides, case=request.case)
-    names = [request.case] if request.case else list(pair_cases(whole)) or [None]
+    names: Sequence[str | None] = [request.case] if request.case else pair_cases(whole) or [None]
     floor = memcpy_gb_per_s()
     cases = []
     for name in names:
@@ -225,17 +225,11 @@ def environment() -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "cpus": len(_cpus()),
+        "cpus": len(os.sched_getaffinity(0)),
         "versions": dict(_versions()),
         "commit": _commit(),
         "command": " ".join(sys.argv),
     }
-
-
-def _cpus() -> set[int]:
-    import os  # noqa: PLC0415
-
-    return os.sched_getaffinity(0)
 
 
 def _versions() -> Iterator[tuple[str, str]]:
@@ -256,6 +250,3 @@ def _commit() -> str:
     except OSError:
         return ""
     return done.stdout.strip()
-
-
-__all__ = ["BenchRequest", "DraftKVMode", "Progress", "case_result", "run_bench", "run_pair", "succeeded"]

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 from transfer.hello import Side
 from unikv.errors import ConfigError, explain
+from workers.cli_options import CaseOption, JsonOption, PairArgument, SetOption
 from workers.config_load import load_pair
 from workers.json_output import write_json
 
-PairArgument = Annotated[str, typer.Argument(metavar="PAIR", help="Pair file, or the name of a shipped preset.")]
-CaseOption = Annotated[str | None, typer.Option("--case", help="One case of the file's matrix.")]
-SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one key.")]
-JsonOption = Annotated[str | None, typer.Option("--json", metavar="[FILE]", help="Machine form, to stdout or FILE.")]
 LogOption = Annotated[Path | None, typer.Option("--log-dir", help="Keep the workers' logs in this directory.")]
 
 
@@ -30,7 +27,7 @@ def register(app: typer.Typer) -> None:
     app.command("bench")(bench)
 
 
-def worker(  # noqa: PLR0913 - options of a command line
+def worker(  # noqa: PLR0913, PLR0917 - options of a command line
     pair: PairArgument,
     side: Annotated[Side, typer.Option(help="Which half this process belongs to.")],
     rank: Annotated[int | None, typer.Option(envvar="RANK", help="Flat rank; default: torchrun's RANK.")] = None,
@@ -114,18 +111,24 @@ def bench(
     raise typer.Exit(0 if fine else 1)
 
 
-def _progress(stack: ExitStack):  # type: ignore[no-untyped-def]
-    """Return a callback that shows one bar per thing that runs, on a terminal's stderr."""
-    bar = Progress(
-        SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-        console=Console(stderr=True), transient=not os.isatty(2),
-    )  # fmt: skip
-    stack.enter_context(bar)
-    tasks: dict[str, object] = {}
+def _progress(stack: ExitStack) -> Callable[[str, int, int], None]:
+    """Return a callback that shows one bar per thing that runs, on stderr; the bars go when the work is over."""
+    bar = stack.enter_context(
+        Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=Console(stderr=True),
+            transient=True,
+        )
+    )
+    tasks: dict[str, TaskID] = {}
 
     def show(title: str, finished: int, total: int) -> None:
         if title not in tasks:
             tasks[title] = bar.add_task(title, total=total)
-        bar.update(tasks[title], completed=finished)  # type: ignore[arg-type]
+        bar.update(tasks[title], completed=finished)
 
     return show

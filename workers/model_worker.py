@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from transformers.utils.logging import disable_progress_bar
+
 from transfer.hello import RankCard
 from transfer.messages import AuxData
 from unikv.cache_manager import UnifiedKVCacheManager
@@ -21,6 +23,7 @@ def load_runner(config: HFRunnerConfig, side: SideConfig) -> HFRunner:
     Raises:
         ConfigError: the model is not there, or drafter and model do not fit.
     """
+    disable_progress_bar()  # type: ignore[no-untyped-call]
     return HFRunner(
         resolve_model(config.model),
         config.draft if side.speculative is not None else None,

@@ -61,7 +61,7 @@ def _cases(cases: Sequence[dict[str, Any]]) -> RenderableType:
 
 def _model_requests(case: dict[str, Any]) -> RenderableType:
     table = Table(title=f"{case['name']}: one line per prompt", title_justify="left")
-    for name in ("prompt", "TTFT s", "prefill s", "move ms", "MiB", "GB/s", "bytes", "tokens", "accepted"):
+    for name in ("prompt", "TTFT s", "prefill", "move ms", "MiB", "GB/s", "bytes", "tokens", "drafts"):
         table.add_column(name, justify="right")
     for entry in case["requests"]:
         ok, same = entry["verified"], entry["tokens_identical"]
@@ -81,12 +81,12 @@ def _model_requests(case: dict[str, Any]) -> RenderableType:
 
 def _acceptance(generation: dict[str, Any]) -> RenderableType:
     table = Table(title="Speculative decoding", title_justify="left")
-    for name in ("run", "drafts accepted", "tokens per step", "tokens"):
-        table.add_column(name, justify="right" if name != "run" else "left")
+    for name in ("processes", "drafts accepted", "tokens/step", "tokens"):
+        table.add_column(name, justify="left" if name == "processes" else "right")
     rows = (
-        ("one process (aggregated)", "aggregated", generation["tokens_identical_to_generate"], "generate"),
-        ("disaggregated, draft KV moved", "shared", generation["tokens_identical_to_aggregated"], "aggregated"),
-        ("disaggregated, draft KV left", "not_shared", generation["tokens_identical_without_draft_kv"], "aggregated"),
+        ("one process", "aggregated", generation["tokens_identical_to_generate"], "generate"),
+        ("two, draft KV moved", "shared", generation["tokens_identical_to_aggregated"], "aggregated"),
+        ("two, draft KV left out", "not_shared", generation["tokens_identical_without_draft_kv"], "aggregated"),
     )
     for title, key, same, other in rows:
         share, length = generation["acceptance"][key], generation["acceptance_length"][key]
