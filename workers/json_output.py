@@ -1,4 +1,16 @@
-"""The machine form of a command's result: one JSON object, on stdout or in a file."""
+"""The machine form of a command's result: one JSON object, on stdout or in a file.
+
+``--json`` takes an optional file, and the pair file may stand before or behind it, so one rule tells them apart:
+
+=============================  ===========================================
+arguments                      where the object goes
+=============================  ===========================================
+``--json``                     stdout, and nothing else goes there
+``--json NAME.json``           the file: the next word ends in ``.json``
+``--json pair.yaml``           stdout: the next word is the pair
+``--json=NAME``                the file, whatever its name ends in
+=============================  ===========================================
+"""
 
 from __future__ import annotations
 
@@ -14,19 +26,23 @@ STDOUT: Final = "-"
 """What ``--json`` without a file stands for."""
 
 _OPTION: Final = "--json"
+_FILE_SUFFIX: Final = ".json"
 _PAIR_FILE_SUFFIXES: Final = (".yaml", ".yml")
 
 
 def spell_out_json(arguments: Sequence[str]) -> list[str]:
-    """Return `arguments` with ``--json`` made ``--json=-`` wherever no file follows: parsers want a value."""
-    result: list[str] = []
-    for number, word in enumerate(arguments):
-        if word == "--":
-            return [*result, *arguments[number:]]
-        following = arguments[number + 1 : number + 2]
-        alone = word == _OPTION and (not following or (following[0].startswith("-") and following[0] != STDOUT))
-        result.append(f"{_OPTION}={STDOUT}" if alone else word)
-    return result
+    """Return `arguments` with ``--json`` made ``--json=-`` wherever no file follows: parsers want a value.
+
+    Args:
+        arguments: words of a command line. Those behind a ``--`` are taken as they are.
+    """
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    words = list(arguments[:end])
+    for number, word in enumerate(words):
+        following = words[number + 1] if number + 1 < end else ""
+        if word == _OPTION and following != STDOUT and not following.lower().endswith(_FILE_SUFFIX):
+            words[number] = f"{_OPTION}={STDOUT}"
+    return [*words, *arguments[end:]]
 
 
 def check_target(target: str) -> None:
@@ -41,11 +57,9 @@ def check_target(target: str) -> None:
     if path.is_dir() or not path.parent.is_dir():
         want = "a file in a directory that exists"
         raise ConfigError(explain("result", _OPTION, target, want, "create the directory, or name another file"))
-    if path.suffix in _PAIR_FILE_SUFFIXES:
+    if path.suffix.lower() in _PAIR_FILE_SUFFIXES:
         want = "a name that is not a pair file's"
-        raise ConfigError(
-            explain("result", _OPTION, target, want, "end it in .json; the pair file comes before --json")
-        )
+        raise ConfigError(explain("result", _OPTION, target, want, "end it in .json; a pair file follows a space"))
 
 
 def write_json(result: Mapping[str, Any], target: str) -> None:
