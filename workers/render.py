@@ -14,6 +14,10 @@ from rich.text import Text
 Result = Mapping[str, Any]
 
 _VERDICT_STYLES: Final = {"ok": "green", "fallback": "yellow", "refuse": "bold red"}
+_NUMBERS: Final = {"bytes", "bytes per token", "bytes per page", "lanes", "pages", "page", "slot", "each"}
+"""Columns that are aligned to the right."""
+_WHOLE: Final = ("check", "layers and ranks", "preset", "verdict")
+"""Columns whose words are never broken."""
 _DRAFT_KV: Final = {
     "shared": "travels with the target's",
     "per_view": "travels, heads cut per view",
@@ -58,18 +62,20 @@ def size(result: Result) -> RenderableType:
     title = f"{result['side']} rank {result['rank']}: {result['tokens']:,} tokens in {result['requests']:,} request(s)"
     costs = _table("", "what", "bytes", "", header=False)
     for name, value in (
-        ("per token", result["bytes_per_token"]),
-        ("per token while every layer keeps it", result["all_layers_bytes_per_token"]),
-        ("per request, for windows and sinks", result["fixed_bytes_per_request"]),
-        ("needed", result["quota_bytes"]),
+        ("per token, layers without a window", result["bytes_per_token"]),
+        ("per token in prefill, all layers", result["context_bytes_per_token"]),
+        ("per request, windows and sinks", result["fixed_bytes_per_request"]),
+        ("needed in all", result["quota_bytes"]),
         ("pools of the pair file", result["pool_bytes"]),
     ):
         costs.add_row(name, f"{value:,}", size_text(value))
-    fits = [f"tokens that fit into the pair file's pools: {_tokens(result['tokens_for_pool'])}"]
+    fits = [f"tokens that fit into the pools of the pair file: {_tokens(result['tokens_for_pool'])}"]
     quota = result["given_quota_bytes"]
     if quota is not None:
         fits.append(f"tokens that fit into {size_text(quota)}: {_tokens(result['tokens_for_quota'])}")
-    groups = _table("Layer groups", "group", "owner", "window", "page", "pages per request", "all requests")
+    groups = _table(
+        f"One request of {result['tokens_per_request']:,} tokens", "group", "owner", "window", "page", "pages", "bytes"
+    )
     for group in result["groups"]:
         groups.add_row(
             str(group["id"]),
@@ -77,7 +83,7 @@ def size(result: Result) -> RenderableType:
             _window(group["window"]),
             size_text(group["page_bytes"]),
             f"{group['pages_per_request']:,}",
-            size_text(group["bytes"]),
+            f"{group['bytes']:,}",
         )
     return Group(Text(title, style="bold"), costs, *map(Text, fits), groups)
 
@@ -95,7 +101,7 @@ def check(result: Result) -> RenderableType:
             notes.append(Text(f"{row['verdict']}  {row['name']} [{row['scope']}]: {row['reason']}", style=style))
     fine = result["compatible"]
     outcome = "compatible" if fine else "refused"
-    last = f"{outcome}; draft KV {_DRAFT_KV[result['draft_kv']]} ({result['draft_kv']})"
+    last = f"{outcome}; draft KV {_draft_kv(result)}"
     return Group(table, *notes, Text(last, style="bold green" if fine else "bold red"))
 
 
@@ -103,25 +109,22 @@ def plan(result: Result) -> RenderableType:
     """Show every pair of ranks; slices that differ in their layer only share a line."""
     table = _table("", "from", "to", "owner", "layers", "roles", "heads", "bytes per page", "lanes")
     for pair in result["pairs"]:
-        first = True
+        ranks = (str(pair["context_rank"]), str(pair["generation_rank"]), str(pair["lanes"]))
         for (owner, heads), pieces in _grouped(pair["slices"], "owner", "heads"):
             table.add_row(
-                str(pair["context_rank"]) if first else "",
-                str(pair["generation_rank"]) if first else "",
+                *ranks[:2],
                 owner,
                 ranges({piece["layer"] for piece in pieces}),
                 ", ".join(dict.fromkeys(piece["role"] for piece in pieces)),
                 ranges(range(*heads)),
                 f"{sum(piece['bytes_per_page'] for piece in pieces):,}",
-                str(pair["lanes"]) if first else "",
+                ranks[2],
             )
-            first = False
+            ranks = ("", "", "")
         table.add_section()
-    count = len(result["pairs"])
-    last = f"{count} pair(s) of ranks move bytes; draft KV {_DRAFT_KV[result['draft_kv']]}"
-    return Group(
-        table, Text(last, style="bold"), Text(f"digest {result['digest']}; offsets are in --json", style="dim")
-    )
+    moving = f"{len(result['pairs'])} pair(s) of ranks move bytes; draft KV {_draft_kv(result)}"
+    note = Text(f"digest {result['digest']}; --json has every slice with its offsets", style="dim")
+    return Group(table, Text(moving, style="bold"), note)
 
 
 def pages(result: Result) -> RenderableType:
@@ -143,18 +146,19 @@ def pages(result: Result) -> RenderableType:
 
 
 def presets(result: Result) -> RenderableType:
-    """Show the shipped pair files."""
-    table = _table("", "preset", "runner", "context", "generation", "layers", "cases")
+    """Show the shipped pair files: a line on each, then what `--case` may name."""
+    table = _table("", "preset", "what it is for", "layers and ranks")
+    cases: list[Text] = []
     for preset in result["presets"]:
         table.add_row(
             preset["name"],
-            preset["runner"],
-            _parallel(preset["context"]),
-            _parallel(preset["generation"]),
-            f"{preset['target_layers']} + {preset['draft_layers']} draft",
-            "\n".join(preset["cases"]) or "-",
+            preset["description"],
+            f"{preset['target_layers']} + {preset['draft_layers']} draft\n"
+            f"{_parallel(preset['context'])} -> {_parallel(preset['generation'])}",
         )
-    return table
+        if preset["cases"]:
+            cases.append(Text(f"cases of {preset['name']}: {', '.join(preset['cases'])}"))
+    return Group(table, *cases)
 
 
 def ranges(numbers: Iterable[int]) -> str:
@@ -181,23 +185,12 @@ def size_text(size_bytes: int) -> str:
 
 def _table(title: str, *columns: str, header: bool = True) -> Table:
     table = Table(title=title or None, title_justify="left", show_header=header, box=SIMPLE_HEAD, pad_edge=False)
-    numbers = {
-        "bytes",
-        "bytes per token",
-        "bytes per page",
-        "lanes",
-        "pages",
-        "pages per request",
-        "page",
-        "slot",
-        "each",
-    }
     for column in columns:
         table.add_column(
             column,
-            justify="right" if column in numbers else "left",
+            justify="right" if column in _NUMBERS else "left",
             overflow="fold",
-            no_wrap=column in ("check", "preset", "cases", "verdict"),
+            no_wrap=column in _WHOLE,
         )
     return table
 
@@ -220,6 +213,10 @@ def _grouped(items: Sequence[Result], *keys: str) -> Iterable[tuple[tuple[Any, .
 def _buffers(buffers: Sequence[Result]) -> str:
     roles = ", ".join(dict.fromkeys(item["role"] for item in buffers))
     return f"{roles} of layers {ranges({item['layer'] for item in buffers})}"
+
+
+def _draft_kv(result: Result) -> str:
+    return f"{_DRAFT_KV[result['draft_kv']]} ({result['draft_kv']})"
 
 
 def _window(window: int | None) -> str:
