@@ -93,8 +93,7 @@ class GenerationWorker(Worker):
                 self._finish(receiving, receiving.handle.outcome)
                 break
         for receiving in [item for item in self._receiving.values() if item.reported and item.handle.quiet]:
-            receiving.request.close()
-            del self._receiving[receiving.work.request_id]
+            self._free(receiving)
 
     def runnable(self) -> bool:
         """Whether a request waits for nothing but us."""
@@ -127,7 +126,6 @@ class GenerationWorker(Worker):
             capacity = manager.generation_capacity(work.prompt_tokens, draft)
             request.resize(capacity, work.prompt_tokens)
             tables = request.page_tables()
-            self.runner.reserve(tables, work.prompt_tokens)
             assert self._instance is not None
             handle = self._endpoint.receive(work.request_id, tables, work.prompt_tokens, instance=self._instance)
         except UnikvError as error:
@@ -187,6 +185,12 @@ class GenerationWorker(Worker):
         return self.runner.decode(
             receiving.request, work.prompt, aux.first_tokens[0], draft_valid_from, work.max_new_tokens
         )
+
+    def _free(self, receiving: _Receiving) -> None:
+        """Give the pages back; nobody touches them any more."""
+        self.runner.discard(receiving.tables)
+        receiving.request.close()
+        del self._receiving[receiving.work.request_id]
 
     def _failure(self, work: RunDecode, reason: str, outcome: Outcome) -> DecodeReport:
         return DecodeReport(request_id=work.request_id, rank=self.runtime.rank, reason=reason, legs=_legs(outcome))

@@ -36,6 +36,8 @@ def load_runner(config: HFRunnerConfig, side: SideConfig) -> HFRunner:
 class ModelRunner:
     """A language model with its drafter on one rank. Borrows the manager it is bound to."""
 
+    background = False
+
     def __init__(self, model: HFRunner) -> None:
         self._model = model
         self._card: RankCard | None = None
@@ -58,8 +60,8 @@ class ModelRunner:
             first_tokens=(result.first_token,), draft_tokens=result.draft_tokens, prompt_tokens=prompt_tokens
         )
 
-    def reserve(self, tables: Tables, prompt_tokens: int) -> None:
-        """Leave the pages as they are: what was in them before must not matter."""
+    def discard(self, tables: Tables) -> None:
+        """Leave the pages as they are: digests of another request would not match."""
 
     def examine(self, tables: Tables, prompt_tokens: int, *, with_draft: bool) -> Evidence:
         """Digest every live byte of the prompt."""

@@ -45,7 +45,14 @@ class Evidence:
 
 
 class Runner(Protocol):
-    """One model (or what stands in for it) on one rank. One thread uses it at a time."""
+    """One model (or what stands in for it) on one rank. One thread uses it at a time.
+
+    Attributes:
+        background: the runner's work only serves the benchmark (filling, checking), so that it should give way to
+            the transfer where cores are few.
+    """
+
+    background: bool
 
     def bind(self, manager: UnifiedKVCacheManager, card: RankCard) -> None:
         """Use the pages of `manager`, which `card` describes, from now on."""
@@ -55,8 +62,8 @@ class Runner(Protocol):
         """Compute the KV of a prompt into the request's pages; history is its length afterwards."""
         ...
 
-    def reserve(self, tables: Tables, prompt_tokens: int) -> None:
-        """Called on the generation side before bytes may arrive: make stale bytes recognisable."""
+    def discard(self, tables: Tables) -> None:
+        """Called on the generation side when a request is over: make what it leaves behind recognisable as stale."""
         ...
 
     def examine(self, tables: Tables, prompt_tokens: int, *, with_draft: bool) -> Evidence:

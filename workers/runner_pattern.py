@@ -14,13 +14,14 @@ from numpy.typing import NDArray
 from transfer.hello import RankCard
 from transfer.messages import AuxData
 from unikv.cache_manager import UnifiedKVCacheManager
+from unikv.ids import NO_PAGE, NULL_SLOT
 from unikv.layer_spec import STANDARD_ROLES, LayerOwner
 from unikv.request import KVCacheRequest
 from workers.page_bytes import BufferBytes, Bytes, LivePages, buffer_bytes, live_pages
 from workers.runner import Decoded, Evidence, Tables
 
 POISON: Final = 0xEE
-"""Byte that reserved pages are filled with before a transfer."""
+"""Byte that pages are filled with before a transfer may write them."""
 
 _STEP: Final = np.uint64(0x9E3779B97F4A7C15)
 _ROLE_BITS, _LAYER_BITS, _HEAD_BITS = np.uint64(56), np.uint64(40), np.uint64(24)
@@ -39,6 +40,8 @@ def mix(layer: int, role: int, heads: Words, tokens: Words) -> Words:
 class PatternRunner:
     """Fills and checks pages on CPU pools."""
 
+    background = True
+
     def __init__(self) -> None:
         self._manager: UnifiedKVCacheManager | None = None
         self._card: RankCard | None = None
@@ -52,6 +55,8 @@ class PatternRunner:
         self._buffers = tuple(buffer_bytes(card, arrays))
         extras = sorted({buffer.role for buffer in self._buffers} - set(STANDARD_ROLES))
         self._roles = {role: number for number, role in enumerate([*STANDARD_ROLES, *extras])}
+        for buffer in self._buffers:
+            buffer.pages[NULL_SLOT + 1 :] = POISON
 
     def prefill(self, request: KVCacheRequest, prompt: tuple[int, ...], prompt_tokens: int) -> AuxData:
         """Write the pattern of `prompt_tokens` tokens into the request's pages."""
@@ -64,10 +69,11 @@ class PatternRunner:
                 buffer.pages[live.slots[index], :, :tokens] = rows[index][:, :tokens]
         return AuxData(first_tokens=(prompt_tokens % 1000,), prompt_tokens=prompt_tokens)
 
-    def reserve(self, tables: Tables, prompt_tokens: int) -> None:
-        """Poison the pages bytes will arrive in."""
-        for buffer, live in self._live(tables, prompt_tokens, with_draft=True):
-            buffer.pages[live.slots] = POISON
+    def discard(self, tables: Tables) -> None:
+        """Poison the pages of a request that is over; the next transfer into them finds no old pattern."""
+        for buffer in self._buffers:
+            slots = tables[buffer.group_id]
+            buffer.pages[slots[slots != NO_PAGE]] = POISON
 
     def examine(self, tables: Tables, prompt_tokens: int, *, with_draft: bool) -> Evidence:
         """Compare every live row with what must be there."""

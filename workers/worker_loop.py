@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import time
 from abc import ABC, abstractmethod
@@ -31,6 +32,8 @@ _log = logging.getLogger(__name__)
 
 _POLL_S: Final = 0.5
 """Longest wait for a control message; changed transfers wake the loop earlier."""
+BACKGROUND_NICE: Final = 10
+"""Niceness of a main thread whose work must not disturb the transfer's thread."""
 DRAIN_S: Final = 5.0
 """Longest wait for open transfers when the worker ends."""
 
@@ -48,6 +51,8 @@ class Worker(ABC):
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         self.rendezvous.announce("control", self.runtime.side, self.runtime.rank, self.runtime.control.address)
+        if self.runner.background:
+            os.nice(BACKGROUND_NICE)  # this thread alone: on Linux niceness belongs to threads
         _log.info("%s rank %d serves", self.runtime.side, self.runtime.rank)
         while not self._stopping or self.busy():
             if self._stopping:
