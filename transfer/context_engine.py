@@ -282,13 +282,14 @@ class ContextEngine:
     def _start_move(self, request: ContextRequest, key: PeerKey) -> None:
         leg, peer = request.legs[key], self._peers.get(key)
         assert peer is not None  # a leg exists for registered peers only
-        leg.started_s = self._clock()
+        started_s = self._clock()
         try:
             leg.move = self._moves.make(request, leg.ask, peer, self._chunk_sender(leg.ask, peer))
         except UnikvError as error:
             self._do(request, request.session.move_failed(key, f"context rank {self._card.rank}: {error}"))
             return
-        leg.plan_s = self._clock() - leg.started_s
+        leg.planned_s = self._clock()
+        leg.plan_s = leg.planned_s - started_s
         self._moves.add(request, key)
 
     def _chunk_sender(self, ask: Ask, peer: GenerationPeer) -> SendChunk:
@@ -326,6 +327,7 @@ class ContextEngine:
     def _step(self, request: ContextRequest, key: PeerKey) -> MoveState:
         leg = request.legs[key]
         assert leg.move is not None
+        leg.moving_s = leg.moving_s or self._clock()
         try:
             state = leg.move.step()
         except (CopyError, LinkBrokenError) as error:
@@ -348,9 +350,9 @@ class ContextEngine:
         assert leg.move is not None
         account = leg.move.account()
         times = StageTimes(
-            queue_s=leg.started_s - max(leg.asked_s, request.ready_s),
+            queue_s=leg.moving_s - leg.plan_s - max(leg.asked_s, request.ready_s),
             plan_s=leg.plan_s,
-            move_s=self._clock() - leg.started_s - leg.plan_s,
+            move_s=self._clock() - leg.moving_s,
         )
         if peer is None:
             return

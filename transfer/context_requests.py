@@ -23,12 +23,19 @@ MAX_WAITING: Final = 4096
 
 @dataclass(slots=True)
 class LegWork:
-    """What one generation rank asked for, and how far its move is."""
+    """What one generation rank asked for, and how far its move is.
+
+    Attributes:
+        asked_s, planned_s, moving_s: when it asked, when its pages were paired, when its first copy began (0.0: not
+            yet), on the engine's clock.
+        plan_s: how long pairing took.
+    """
 
     ask: Ask
     asked_s: float
-    started_s: float = 0.0
+    planned_s: float = 0.0
     plan_s: float = 0.0
+    moving_s: float = 0.0
     move: Move | None = None
 
 
