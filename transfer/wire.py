@@ -184,6 +184,7 @@ class _MessageReader:
         self._frames = [memoryview(frame).cast("B") for frame in frames[1:]]
         self._next_frame = 0
         self._unpacker: Any = msgpack.Unpacker(
+            read_size=max(1, len(self._header)),
             max_buffer_size=MAX_HEADER_BYTES,
             max_str_len=MAX_TEXT_BYTES,
             max_bin_len=MAX_TEXT_BYTES,
