@@ -121,7 +121,11 @@ def _troubles(result: dict[str, Any]) -> list[str]:
         for death in case["deaths"]:
             lines.append(f"{case['name']}: {death['side']} rank {death['rank']} died: {death['reason']}")
             lines += [f"    {line}" for line in death["log"].splitlines()[-5:]]
+        troubled: dict[str, list[int]] = {}
         for entry in case["requests"]:
-            if entry["error"] or entry["first_mismatch"]:
-                lines.append(f"{case['name']} request {entry['id']}: {entry['error'] or entry['first_mismatch']}")
+            if text := entry["error"] or entry["first_mismatch"]:
+                troubled.setdefault(text, []).append(entry["id"])
+        for text, ids in troubled.items():
+            which = f"request {ids[0]}" + (f" and {len(ids) - 1} more" if len(ids) > 1 else "")
+            lines.append(f"{case['name']} {which}: {text}")
     return lines
