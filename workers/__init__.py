@@ -1,0 +1,1 @@
+"""Who runs it: configuration, worker processes, model runners, launcher, benchmark and command line."""

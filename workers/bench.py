@@ -4,52 +4,21 @@ from __future__ import annotations
 
 import os
 import platform
-import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
+from workers.bench_case import BenchRequest, Progress, case_result, pattern_jobs, run_pair, summarise
 from workers.config import HFRunnerConfig, PairConfig
 from workers.config_load import load_pair, pair_cases
-from workers.control import PathReport
-from workers.fleet import Death
 from workers.floors import memcpy_gb_per_s
-from workers.pair_run import PairRun, RunningPair
-from workers.workload import Job, RequestRecord
 
 WARM_UPS: Final = 1
 """Requests of a pattern workload that run first and do not count: they fault pages in and fill lane caches."""
 _VERSIONS: Final = ("unikv", "torch", "numpy", "pyzmq", "msgpack", "transformers")
-
-Progress = Callable[[str, int, int], None]
-"""Called with what is running, how many of it are finished and how many there are."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BenchRequest:
-    """What to run.
-
-    Attributes:
-        source: pair file or preset.
-        overrides, case: as in `load_pair`; without a case every case of the file's matrix runs.
-        log_dir: where worker logs go; None for a temporary directory.
-    """
-
-    source: str
-    overrides: tuple[str, ...] = ()
-    case: str | None = None
-    log_dir: Path | None = None
-
-    def arguments(self, case: str | None, extra: Sequence[str] = ()) -> list[str]:
-        """Return the worker's command-line arguments that name the same pair."""
-        words = [self.source]
-        for override in [*self.overrides, *extra]:
-            words += ["--set", override]
-        return [*words, "--case", case] if case else words
 
 
 def run_bench(request: BenchRequest, progress: Progress) -> dict[str, Any]:
@@ -82,125 +51,11 @@ def _run_case(
     return case_result(name or pair.name, pair, run, run.records[WARM_UPS:], floor)
 
 
-def run_pair(
-    request: BenchRequest,
-    pair: PairConfig,
-    name: str | None,
-    jobs: Sequence[Job],
-    progress: Progress,
-    *,
-    extra: Sequence[str] = (),
-    label: str = "",
-) -> PairRun:
-    """Bring the workers of one case up, run `jobs`, take them down."""
-    title = label or name or pair.name
-    finished = 0
-    progress(title, 0, len(jobs))
-
-    def on_finished(_record: RequestRecord) -> None:
-        nonlocal finished
-        finished += 1
-        progress(title, finished, len(jobs))
-
-    log_dir = request.log_dir / title if request.log_dir else None
-    with RunningPair(pair, request.arguments(name, extra), log_dir=log_dir) as running:
-        return running.run(jobs, on_finished)
-
-
-def pattern_jobs(pair: PairConfig) -> list[Job]:
-    """Return the workload of a pair without a model: lengths spread evenly over its range, longest last."""
-    low, high = pair.workload.prompt_tokens
-    count = pair.workload.requests
-    lengths = [low + (high - low) * index // max(1, count - 1) for index in range(count)]
-    if count == 1:
-        lengths = [high]
-    return [Job(prompt=(), prompt_tokens=length, max_new_tokens=1) for length in lengths]
-
-
-def case_result(
-    name: str, pair: PairConfig, run: PairRun, records: Sequence[RequestRecord], floor: float
-) -> dict[str, Any]:
-    """Return one case's share of the result."""
-    requests = [_request_entry(name, record) for record in records]
-    return {
-        "name": name,
-        "config": pair.resolved(),
-        "draft_kv": run.draft_kv,
-        "path": [_path_entry(path) for path in run.paths],
-        "requests": requests,
-        "deaths": [_death_entry(death) for death in run.deaths],
-        "summary": summarise(requests, floor),
-    }
-
-
-def summarise(requests: Sequence[dict[str, Any]], floor: float) -> dict[str, Any]:
-    """Return the summary of some requests; rates are over the moves of the requests that arrived."""
-    rates = [entry["gb_per_s"] for entry in requests if entry["gb_per_s"]]
-    latencies = sorted(entry["total_s"] for entry in requests if entry["verified"])
-    median = statistics.median(rates) if rates else 0.0
-    return {
-        "requests": len(requests),
-        "verified": sum(entry["verified"] for entry in requests),
-        "mismatched_bytes": sum(entry["mismatched_bytes"] for entry in requests),
-        "bytes": sum(entry["bytes"] for entry in requests),
-        "gb_per_s": {"median": median, "min": min(rates, default=0.0), "max": max(rates, default=0.0)},
-        "floor_gb_per_s": floor,
-        "floor": "one thread copying 256 MiB, median of 5, same run",
-        "ratio_to_floor": median / floor,
-        "latency_s": {name: percentile(latencies, share) for name, share in _PERCENTILES},
-    }
-
-
-_PERCENTILES: Final = (("p50", 0.5), ("p90", 0.9), ("p99", 0.99))
-
-
-def percentile(ordered: Sequence[float], share: float) -> float:
-    """Return the smallest of `ordered` values that at least `share` of them do not exceed; 0.0 without values."""
-    if not ordered:
-        return 0.0
-    return ordered[min(len(ordered) - 1, max(0, -int(-share * len(ordered) // 1) - 1))]
-
-
 def succeeded(result: dict[str, Any]) -> bool:
     """Return whether everything was verified and, with a model, every token agreed."""
     summary, generation = result["summary"], result.get("generation")
     fine = summary["verified"] == summary["requests"] > 0 and summary["mismatched_bytes"] == 0
     return fine and (generation is None or bool(generation["ok"]))
-
-
-def _request_entry(case: str, record: RequestRecord) -> dict[str, Any]:
-    stages = record.stages()
-    verified, mismatched, first = record.verification()
-    return {
-        "id": record.request_id,
-        "case": case,
-        "prompt_tokens": record.job.prompt_tokens,
-        "bytes": record.bytes,
-        "target_bytes": record.bytes - record.draft_bytes,
-        "draft_bytes": record.draft_bytes,
-        "prefill_s": record.prefill_s,
-        "stages": stages,
-        "total_s": sum(stages.values()),
-        "gb_per_s": record.bytes / stages["move_s"] / 1e9 if stages["move_s"] else 0.0,
-        "ttft_s": record.ttft_s(),
-        "verified": verified,
-        "mismatched_bytes": mismatched,
-        "first_mismatch": first if mismatched else "",
-        "error": record.reason,
-    }
-
-
-def _path_entry(path: PathReport) -> dict[str, Any]:
-    return {
-        "context_rank": path.context_rank,
-        "generation_rank": path.generation_rank,
-        "path": path.path,
-        "reason": path.reason,
-    }
-
-
-def _death_entry(death: Death) -> dict[str, Any]:
-    return {"side": death.side, "rank": death.rank, "reason": death.reason, "log": death.tail}
 
 
 def _result(pair: PairConfig, cases: list[dict[str, Any]]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from workers.bench import BenchRequest, Progress, case_result, percentile, run_pair
+from workers.bench_case import BenchRequest, Progress, case_result, percentile, run_pair
 from workers.config import PairConfig
 from workers.config_load import load_pair
 from workers.control import DecodeReport

@@ -93,7 +93,8 @@ def bench(
 
     Example: unikv bench smollm2 --json results.json
     """
-    from workers.bench import BenchRequest, run_bench, succeeded  # noqa: PLC0415 - imports torch
+    from workers.bench import run_bench, succeeded  # noqa: PLC0415 - imports torch
+    from workers.bench_case import BenchRequest  # noqa: PLC0415
     from workers.process import set_up_logging  # noqa: PLC0415
     from workers.render_bench import print_result, verdict  # noqa: PLC0415
 

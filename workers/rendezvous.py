@@ -7,19 +7,20 @@ from datetime import timedelta
 from typing import Final, Self
 from urllib.parse import urlsplit
 
-import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported at run time only
 
 from unikv.errors import ConfigError, LinkBrokenError, explain
 
 _log = logging.getLogger(__name__)
 
 _PREFIX: Final = "unikv"
+_POLL_S: Final = 0.05
 
 
 class Rendezvous:
     """A small shared dictionary of addresses, by side and rank."""
 
-    def __init__(self, store: dist.TCPStore, url: str) -> None:
+    def __init__(self, store: TCPStore, url: str) -> None:
         self._store = store
         self.url = url
 
@@ -31,7 +32,7 @@ class Rendezvous:
             ConfigError: the address cannot be bound.
         """
         try:
-            store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False, use_libuv=True)
+            store = TCPStore(host, port, is_master=True, wait_for_workers=False, use_libuv=True)
         except (RuntimeError, OSError) as error:
             cure = "choose another address or port"
             raise ConfigError(explain("rendezvous", "address", f"{host}:{port}", "free", f"{cure} ({error})")) from None
@@ -47,9 +48,7 @@ class Rendezvous:
         """
         host, port = _parse(url)
         try:
-            store = dist.TCPStore(
-                host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
-            )
+            store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
         except (RuntimeError, OSError) as error:
             text = explain("rendezvous", "address", url, "a store that answers", f"start its host first ({error})")
             raise LinkBrokenError(text) from None

@@ -1,7 +1,7 @@
 """A runner without a model: every row of KV says which layer, role, head and token it is.
 
-A row is filled with 64-bit words ``mix(layer, role, head, token) + j * STEP`` (j = 0, 1, ...), so a misplaced row can be
-recognised from its first word, and a row that was never written (poison) as well.
+A row is filled with 64-bit words ``mix(layer, role, head, token) + j * STEP`` (j = 0, 1, ...), so a misplaced row can
+be recognised from its first word, and a row that was never written (poison) as well.
 """
 
 from __future__ import annotations
@@ -105,7 +105,9 @@ class PatternRunner:
     def _expected(self, buffer: BufferBytes, live: LivePages) -> Bytes:
         """Return the pattern of the live pages, ``[pages, heads, tokens_per_block, row_bytes]``."""
         _, heads, size, row = buffer.pages.shape
-        tokens = (live.ordinals[:, None].astype(np.uint64) * np.uint64(size) + np.arange(size, dtype=np.uint64)).ravel()
+        blocks: Words = live.ordinals.astype(np.uint64) * np.uint64(size)
+        inside: Words = np.arange(size, dtype=np.uint64)
+        tokens: Words = np.add.outer(blocks, inside).ravel()
         numbers = np.arange(buffer.heads.lo, buffer.heads.hi, dtype=np.uint64)
         first = mix(buffer.layer_id, self._roles[buffer.role], numbers, tokens)
         words = first[:, :, None] + np.arange(-(-row // 8), dtype=np.uint64) * _STEP

@@ -43,7 +43,8 @@ class RequestRecord:
     @property
     def reason(self) -> str:
         """Why the request failed, "" where it did not: the most telling of the ranks' reasons."""
-        reasons = [report.reason for report in [*self.prompts.values(), *self.decodes.values()] if report.reason]
+        reports: list[PromptReport | DecodeReport] = [*self.prompts.values(), *self.decodes.values()]
+        reasons = [report.reason for report in reports if report.reason]
         return next((reason for reason in reasons if "cancelled by" not in reason), "") or (
             reasons[0] if reasons else self.abandoned
         )
