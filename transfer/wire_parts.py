@@ -11,8 +11,8 @@ from transfer.link import Frame
 from transfer.wire_values import NON_NEGATIVE, TEXT, FieldError, Node, Source, at
 from unikv.errors import UnikvError
 
-MAX_ITEMS: Final = 64 * 1024
-"""Most items of one array or map in a header."""
+MAX_ITEMS: Final = 1024**2
+"""Most items of one array or map in a header: the tokens of the longest prompt anybody sends."""
 MAX_ARRAY_BYTES: Final = 16 * 1024**2
 """Longest array frame: a page table of four million blocks."""
 

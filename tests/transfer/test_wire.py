@@ -467,7 +467,9 @@ def test_hostile_headers_are_refused_without_building_anything(blob: bytes) -> N
 
 def test_arrays_of_too_many_items_are_refused() -> None:
     body = {"request_id": 1, "epoch": 2, "account": [], "aux": {"first_tokens": [0] * (wire_parts.MAX_ITEMS + 1)}}
-    with pytest.raises(RemoteProtocolError, match=r"aux\.first_tokens is '65537 items', expected at most 65536 items"):
+    with pytest.raises(
+        RemoteProtocolError, match=r"aux\.first_tokens is '1048577 items', expected at most 1048576 items"
+    ):
         decode([header("Done", body)])
 
 
