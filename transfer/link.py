@@ -23,7 +23,9 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class PeerGone:
-    """The link at `address`, to which we had connected, is gone. Sent once; connecting again starts afresh."""
+    """The link at `address`, to which we had connected, is gone. Sent once; connecting again starts afresh.
+
+    What it sent before it left may arrive before or after this event."""
 
     address: str
     reason: str
@@ -41,7 +43,7 @@ class SendTicket(Protocol):
 
 
 class Link(Protocol):
-    """The contract; `transfer.testing` has its conformance suite."""
+    """The contract; `transfer.testing_link` has its conformance suite."""
 
     @property
     def name(self) -> str:

@@ -277,7 +277,7 @@ class ZmqLink:
             raise broken(address)
         ticket = _Ticket()
         try:
-            self._outgoing[address].send(frames, ticket)
+            self._outgoing[address].send(tuple(frames), ticket)
         except zmq.Again:
             raise broken(address) from None
         return ticket
