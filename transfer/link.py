@@ -25,7 +25,8 @@ class Received:
 class PeerGone:
     """The link at `address`, to which we had connected, is gone. Sent once; connecting again starts afresh.
 
-    What it sent before it left may arrive before or after this event."""
+    What it sent before it left may arrive before or after this event.
+    """
 
     address: str
     reason: str
