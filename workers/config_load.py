@@ -170,18 +170,22 @@ def _check_runner(pair: PairConfig, side: SideConfig, thing: str) -> None:
 
 def _check_served(pair: PairConfig, thing: str) -> None:
     """Refuse what a pair file may say and this release does not do yet: nothing is silently left out."""
+    moves = pair.transfer
     found: list[tuple[str, object, str, bool]] = [
-        ("transfer.path", pair.transfer.path, "auto, direct or zmq", pair.transfer.path is PathKind.NIXL),
-        ("transfer.checksum", pair.transfer.checksum, "off", pair.transfer.checksum != "off"),
-        ("transfer.curve", pair.transfer.curve, "null", pair.transfer.curve is not None),
+        ("transfer.path", moves.path, "auto, direct or zmq", moves.path is PathKind.NIXL),
+        ("transfer.checksum", moves.checksum, "off", moves.checksum != "off"),
+        ("transfer.curve", moves.curve and moves.curve.model_dump(mode="json"), "null", moves.curve is not None),
     ]
     for side in Side:
-        tier = pair.side(side).host_tier
+        tier, cp = pair.side(side).host_tier, pair.side(side).parallel.cp
+        found.append((f"{side}.parallel.cp", cp, "1", cp != 1))
         found.append((f"{side}.host_tier.bytes", tier.bytes, "0", tier.bytes != 0))
         found.append((f"{side}.host_tier.codec", tier.codec, "none", tier.codec != "none"))
-    for key, got, want, refused in found:
-        if refused:
-            raise ConfigError(explain(thing, key, got, want, "this release does not serve it, leave the key out"))
+    cures = {"transfer.path": "this release carries no nixl path; use auto, direct or zmq"}
+    default = "this release does not serve it yet, leave the key out"
+    refusals = [explain(thing, key, got, want, cures.get(key, default)) for key, got, want, refused in found if refused]
+    if refusals:
+        raise ConfigError("\n".join(refusals))
 
 
 def _check_matrix(pair: PairConfig, thing: str) -> None:

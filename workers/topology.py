@@ -25,7 +25,7 @@ from unikv.ranges import Span, head_shard, stage_layers
 from unikv.speculation import SpeculationShape
 from workers.config import LayerEntry, PairConfig, SideConfig
 
-DRY: Final = "dry"
+DRY: Final = "dry-run"
 """Incarnation of cards that no process stands behind."""
 
 
@@ -55,8 +55,8 @@ def rank_specs(side: SideConfig, position: ParallelPosition) -> tuple[KVCacheLay
     """Return the layers of the rank at `position` with the heads it holds; layer ids are global.
 
     Raises:
-        ConfigError: the side lists no layers (its model decides), heads and tp do not divide one another, or there
-            are more pipeline stages than target layers.
+        ConfigError: the side lists no layers (its model decides), heads and tp do not divide one another, or a
+            pipeline stage would have no layer.
     """
     held = _stage(side, position)
     layers = [
@@ -196,8 +196,10 @@ def _numbered(side: SideConfig) -> Iterator[tuple[int, LayerEntry, LayerId]]:
 def _stage(side: SideConfig, position: ParallelPosition) -> Span:
     """Return the target layers of the rank's pipeline stage; they are numbered first."""
     layers = side.num_target_layers
-    if position.pp > max(1, layers):
-        want = f"<= {layers}, the number of target layers"
+    # The last stage may live on draft layers alone.
+    most = layers + (1 if side.num_draft_layers else 0)
+    if position.pp > most:
+        want = f"<= {most}: {layers} target layer(s), and draft layers on the last stage"
         cure = "give every stage a layer"
         raise ConfigError(explain(side.source, f"{side.side}.parallel.pp", position.pp, want, cure))
     return stage_layers(layers, position.pp, position.pp_rank)
