@@ -72,7 +72,16 @@ def write_json(result: Mapping[str, Any], target: str) -> None:
     check_target(target)
     text = json.dumps(result, indent=2, allow_nan=False) + "\n"
     if target == STDOUT:
-        sys.stdout.write(text)
-        sys.stdout.flush()
+        _write_stdout(text.encode())
     else:
         Path(target).write_text(text, encoding="utf-8")
+
+
+def _write_stdout(data: bytes) -> None:
+    sys.stdout.flush()
+    left = memoryview(data)
+    while left:
+        # Without buffering (PYTHONUNBUFFERED) a write may stop short when the disk is full or the reader has gone, and
+        # only the next one says so; the text layer above would take the rest for written.
+        left = left[sys.stdout.buffer.write(left) :]
+    sys.stdout.buffer.flush()

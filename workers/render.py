@@ -139,8 +139,8 @@ def pages(result: Result) -> RenderableType:
             group["owner"],
             _window(group["window"]),
             str(group["sink_blocks"]),
-            str(len(ordinals)),
-            text if group["travels"] else f"none: draft KV does not travel ({text} would)",
+            str(len(ordinals) if group["travels"] else 0),
+            text if group["travels"] else f"draft KV stays home (else {text})",
         )
     return Group(Text(title, style="bold"), table)
 
