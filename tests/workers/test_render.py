@@ -27,7 +27,7 @@ def pair(name: str, *overrides: str) -> PairConfig:
 
 
 def shown(what: RenderableType) -> str:
-    """Return `what` as printed on 80 columns, after checking that it fits and that lines have no ragged ends."""
+    """Return `what` as printed on 80 columns, runs of blanks made one, after checking that it fits."""
     console = Console(file=StringIO(), width=80)
     console.print(what)
     text = console.file.getvalue()  # type: ignore[attr-defined]
