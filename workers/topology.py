@@ -58,10 +58,11 @@ def rank_specs(side: SideConfig, position: ParallelPosition) -> tuple[KVCacheLay
         ConfigError: the side lists no layers (its model decides), heads and tp do not divide one another, or a
             pipeline stage would have no layer.
     """
+    numbered = tuple(_numbered(side))
     held = _stage(side, position)
     layers = [
         (number, entry, layer_id)
-        for number, entry, layer_id in _numbered(side)
+        for number, entry, layer_id in numbered
         if (position.pp_rank == position.pp - 1 if entry.owner is LayerOwner.DRAFT else layer_id in held)
     ]
     return tuple(
