@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import threading
+import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Final, Self
 from urllib.parse import urlsplit
@@ -65,21 +68,23 @@ class Rendezvous:
             LinkBrokenError: some rank did not announce itself within `timeout_s`.
         """
         keys = [f"{_PREFIX}/{kind}/{side}/{rank}" for rank in range(ranks)]
+        # Asked again and again: the store's own wait logs a warning to stderr whenever its time is up.
+        deadline_s, pause = time.monotonic() + timeout_s, threading.Event()
         try:
-            self._store.wait(keys, timedelta(seconds=timeout_s))
+            while not self._store.check(keys):
+                if time.monotonic() > deadline_s:
+                    missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+                    raise LinkBrokenError(_unknown(side, missing, timeout_s))
+                pause.wait(_POLL_S)
             return tuple(self._store.get(key).decode() for key in keys)
         except RuntimeError as error:
-            missing = [rank for rank, key in enumerate(keys) if not self._has(key)]
-            text = explain(
-                f"{side} ranks {missing}", "address", "not announced", f"within {timeout_s} s", "see their log"
-            )
-            raise LinkBrokenError(f"{text} ({type(error).__name__})") from None
+            raise LinkBrokenError(f"{_unknown(side, range(ranks), timeout_s)} ({error})") from None
 
-    def _has(self, key: str) -> bool:
-        try:
-            return bool(self._store.check([key]))
-        except RuntimeError:
-            return False
+
+def _unknown(side: str, ranks: Sequence[int], timeout_s: float) -> str:
+    numbers = ", ".join(map(str, ranks))
+    want = f"announced within {timeout_s} s"
+    return explain(f"{side} rank(s) {numbers}", "address", "unknown", want, "look at their logs")
 
 
 def _parse(url: str) -> tuple[str, int]:
