@@ -40,7 +40,7 @@ def _cases(cases: Sequence[dict[str, Any]]) -> RenderableType:
     table = Table(title="Transfer, verified byte by byte", title_justify="left")
     for name, justify in (
         ("case", "left"), ("draft", "left"), ("ok", "right"), ("MiB", "right"),
-        ("GB/s", "right"), ("of memcpy", "right"), ("p50 ms", "right"), ("p99 ms", "right"),
+        ("GB/s", "right"), ("memcpy", "right"), ("p50 ms", "right"), ("p99 ms", "right"),
     ):  # fmt: skip
         table.add_column(name, justify=justify)  # type: ignore[arg-type]
     for case in cases:
