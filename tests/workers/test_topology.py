@@ -259,7 +259,7 @@ def test_presets_pass_the_gate(name: str, case: str | None) -> None:
 
 
 def test_the_pattern_preset_covers_each_topology_on_both_paths() -> None:
-    shapes = ("tp2-tp4", "tp4-tp1", "tp2pp2-tp1", "tp3-tp2", "layouts")
+    shapes = ("tp1-tp1", "tp2-tp4", "tp4-tp1", "tp2pp2-tp1", "tp3-tp2", "layouts")
     assert pair_cases(small()) == tuple(f"{shape}-{path}" for shape in shapes for path in ("direct", "zmq"))
     for case in pair_cases(small()):
         pair = small(case=case)
