@@ -49,6 +49,7 @@ has_gpu() { [[ -e /dev/nvidia0 ]] && command -v nvidia-smi >/dev/null && nvidia-
 cuda_extra() {
   local driver
   driver="$(nvidia-smi --query-gpu=driver_version --format=csv,noheader | head -n 1)"
+  [[ "$driver" =~ ^[0-9]+ ]] || die "nvidia-smi gives driver version '$driver', expected a number; check the driver"
   if ((${driver%%.*} >= 580)); then echo cuda13; else echo cuda12; fi
 }
 
@@ -80,7 +81,7 @@ prepare_environment() {
   local -a limits=(--constraint "$CONSTRAINTS")
   python="$(find_python)"
   if has_gpu; then
-    extras+=",$(cuda_extra)"
+    extras+=",$(cuda_extra)" || exit 1
     limits=()
   fi
   want="$(describe_environment "$python" "$extras")"

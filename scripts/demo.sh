@@ -11,7 +11,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
 (cd "$ROOT" && prepare_environment)
 say "model: SmolLM2-135M (fetched and converted once, about 90 MB)"
 "$VENV/bin/python" "$ROOT/scripts/fetch_model.py" || die "the model could not be fetched"
-say "unikv bench smollm2 $*"
+say "unikv bench smollm2${*:+ $*} (a few minutes on two cores)"
 code=0
 "$VENV/bin/unikv" bench smollm2 "$@" || code=$?
 case $code in
