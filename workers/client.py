@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterable
-from types import TracebackType
+from collections.abc import Callable, Mapping
 from typing import Final, Self
 
 from transfer.hello import Side
-from transfer.link import PeerGone
+from transfer.link import PeerGone, Received
 from transfer.link_zmq import ZmqLink
 from unikv.errors import LinkBrokenError, RemoteProtocolError, explain
 from workers.control import CODEC, Attach, ControlMessage, DecodeReport, PromptReport, Ready
@@ -19,18 +18,27 @@ from workers.rendezvous import Rendezvous
 _log = logging.getLogger(__name__)
 
 _POLL_S: Final = 0.1
+_LOOK_S: Final = 0.01
+"""Pause between two looks for workers that have not announced themselves yet."""
+CONNECT_S: Final = 30.0
+
 WorkerName = tuple[Side, int]
-Report = PromptReport | DecodeReport | Ready
+Report = PromptReport | DecodeReport
 
 
 class FleetClient:
-    """Talks to all workers of one pair. One thread uses it; a context manager."""
+    """Talks to all workers of one pair. One thread uses it; a context manager.
+
+    Attributes:
+        ready: what each attached worker said of itself.
+    """
 
     def __init__(self) -> None:
-        self._link = ZmqLink(connect_timeout_s=30.0)
+        self._link = ZmqLink(connect_timeout_s=CONNECT_S)
         self._incarnation = secrets.token_hex(16)
         self._addresses: dict[WorkerName, str] = {}
         self._gone: dict[WorkerName, str] = {}
+        self._closed = False
         self.ready: dict[WorkerName, Ready] = {}
 
     @property
@@ -39,28 +47,27 @@ class FleetClient:
         return dict(self._gone)
 
     def attach(
-        self, rendezvous: Rendezvous, ranks: dict[Side, int], *, timeout_s: float, alive: Callable[[], None]
+        self, rendezvous: Rendezvous, ranks: Mapping[Side, int], *, timeout_s: float, alive: Callable[[], None]
     ) -> None:
-        """Find every worker and wait until all are ready; `alive` is called meanwhile and may raise.
+        """Find every worker, own it, and wait until all are ready; `alive` is called meanwhile and may raise.
 
         Raises:
-            LinkBrokenError: a worker did not come up within `timeout_s`.
+            LinkBrokenError: a worker did not come up within `timeout_s`, or went away.
         """
         deadline_s = time.monotonic() + timeout_s
-        for side, count in ranks.items():
-            addresses = self._find(rendezvous, side, count, deadline_s, alive)
-            self._addresses |= {(side, rank): address for rank, address in enumerate(addresses)}
-        for address in self._addresses.values():
-            self._link.connect(address)
-            self._send_to(address, Attach(reply_to=self._link.address))
-        while len(self.ready) < len(self._addresses):
+        names = [(side, rank) for side, count in ranks.items() for rank in range(count)]
+        while len(self.ready) < len(names):
             alive()
-            if time.monotonic() > deadline_s or self._gone:
-                missing = ", ".join(
-                    f"{side} {rank}" for side, rank in sorted(self._addresses.keys() - self.ready.keys())
-                )
-                raise LinkBrokenError(explain("workers", "not ready", missing, f"all within {timeout_s} s", "see logs"))
-            self.poll(_POLL_S)
+            self._look(rendezvous, ranks)
+            found_all = len(self._addresses) == len(names)
+            self.poll(_POLL_S if found_all else _LOOK_S)
+            if self._gone:
+                (side, rank), reason = next(iter(self._gone.items()))
+                raise LinkBrokenError(f"{side} rank {rank} went away during start: {reason}; see its log")
+            if time.monotonic() > deadline_s:
+                missing = ", ".join(f"{side} {rank}" for side, rank in names if (side, rank) not in self.ready)
+                want = f"all within {timeout_s:g} s"
+                raise LinkBrokenError(explain("workers", "not ready", missing, want, "see their logs"))
 
     def send(self, side: Side, message: ControlMessage) -> None:
         """Send `message` to every rank of a side that is still there."""
@@ -68,48 +75,50 @@ class FleetClient:
             if other is side:
                 self._send_to(address, message)
 
-    def poll(self, timeout_s: float = _POLL_S) -> list[PromptReport | DecodeReport]:
+    def poll(self, timeout_s: float = _POLL_S) -> list[Report]:
         """Return the reports that arrived, waiting up to `timeout_s` for the first."""
-        reports: list[PromptReport | DecodeReport] = []
-        for event in self._link.poll(timeout_s):
+        events = self._link.poll(timeout_s)
+        messages = [self._read(event) for event in events if isinstance(event, Received)]
+        for event in events:
             if isinstance(event, PeerGone):
                 self._lose(event)
-                continue
-            try:
-                message = CODEC.decode(event.frames).message
-            except RemoteProtocolError as error:
-                _log.warning("dropped a report: %s", error)
-                continue
-            if isinstance(message, Ready):
-                self.ready[(Side(message.side), message.rank)] = message
-            elif isinstance(message, PromptReport | DecodeReport):
-                reports.append(message)
-        return reports
+        return [message for message in messages if isinstance(message, PromptReport | DecodeReport)]
 
     def close(self) -> None:
-        """Close the link; workers that lose their caller end by themselves."""
+        """Close the link; workers we own end by themselves. Idempotent."""
+        self._closed = True
         self._link.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_exc: object) -> None:
         self.close()
 
-    def _find(
-        self, rendezvous: Rendezvous, side: Side, count: int, deadline_s: float, alive: Callable[[], None]
-    ) -> Iterable[str]:
-        while True:
-            alive()
-            try:
-                return rendezvous.find("control", side, count, timeout_s=1.0)
-            except LinkBrokenError:
-                if time.monotonic() > deadline_s:
-                    raise
+    def _look(self, rendezvous: Rendezvous, ranks: Mapping[Side, int]) -> None:
+        """Attach to whoever has announced itself since the last look."""
+        for side, count in ranks.items():
+            if sum(other is side for other, _ in self._addresses) == count:
+                continue
+            for rank, address in rendezvous.known("control", side, count).items():
+                if (side, rank) not in self._addresses:
+                    self._addresses[side, rank] = address
+                    self._link.connect(address)
+                    self._send_to(address, Attach(reply_to=self._link.address, owner=True))
+
+    def _read(self, event: Received) -> ControlMessage | None:
+        try:
+            message = CODEC.decode(event.frames).message
+        except RemoteProtocolError as error:
+            _log.warning("dropped a report: %s", error)
+            return None
+        if isinstance(message, Ready) and (message.side, message.rank) in self._addresses:
+            self.ready[message.side, message.rank] = message
+        return message
 
     def _send_to(self, address: str, message: ControlMessage) -> None:
+        if self._closed:
+            return
         try:
             self._link.send(address, CODEC.encode(message, incarnation=self._incarnation, rank=0))
         except LinkBrokenError as error:

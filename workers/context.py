@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
 from dataclasses import dataclass
 
 from transfer.outcome import TransferHandle
-from unikv.errors import CapacityError, UnikvError
+from unikv.errors import CapacityError, InternalError
 from unikv.ids import RequestId
 from unikv.request import KVCacheRequest
-from workers.control import EvidenceReport, PromptReport, Ready, RunDecode, RunPrompt
+from workers.control import EvidenceReport, PromptReport, Ready, RunPrompt
+from workers.evidence_report import evidence_report
 from workers.rank_runtime import RankRuntime
 from workers.rendezvous import Rendezvous
 from workers.runner import Runner, Tables
-from workers.worker_loop import DRAIN_S, Worker, evidence_report, now_s
+from workers.worker_loop import CLOSE_S, Worker, describe, now_s
 
 _log = logging.getLogger(__name__)
 
@@ -26,88 +26,96 @@ class _Published:
     tables: Tables
     handle: TransferHandle
     prefill_s: float
+    reported: bool = False
 
 
-class ContextWorker(Worker):
+class ContextWorker(Worker[RunPrompt]):
     """Runs prompts one after the other; keeps their pages until every generation rank has them."""
+
+    work_type = RunPrompt
+    takes_all = False
 
     def __init__(self, runtime: RankRuntime, runner: Runner, rendezvous: Rendezvous) -> None:
         super().__init__(runtime, runner, rendezvous)
-        self._waiting: deque[RunPrompt] = deque()
         self._published: dict[RequestId, _Published] = {}
-        self._endpoint = runtime.context_endpoint(self.wake)
+        # First the address, whose messages wait in the link, so that nothing can fail once the endpoint runs.
         rendezvous.announce("transfer", runtime.side, runtime.rank, runtime.card.address)
+        self._endpoint = runtime.context_endpoint(self.wake)
 
     def ready(self) -> Ready:
         """Generation ranks come to us; there is nobody to connect to."""
         return Ready(side=self.runtime.side, rank=self.runtime.rank, device=self.runtime.card.device)
 
-    def handle(self, message: RunPrompt | RunDecode) -> None:
-        """Queue a prompt."""
-        if isinstance(message, RunPrompt):
-            self._waiting.append(message)
-
-    def advance(self) -> None:
-        """Free what was sent, then compute the next prompt if there is room for it."""
-        for published in [item for item in self._published.values() if item.handle.quiet]:
-            self._finish(published)
-        if self._waiting:
-            self._compute(self._waiting[0])
-
-    def runnable(self) -> bool:
-        """Whether a prompt waits and nothing keeps it from being tried."""
-        return bool(self._waiting) and not self._published
-
-    def busy(self) -> bool:
-        """Whether published pages are not quiet yet."""
-        return bool(self._published)
-
-    def give_up(self, reason: str) -> None:
-        """Fail what is published or waiting; generation ranks hear the reason."""
-        self._waiting.clear()
-        for request_id in self._published:
-            self._endpoint.fail(request_id, reason)
-
-    def close(self) -> None:
-        """Drain and free everything."""
-        self._endpoint.close("the context worker is closing", drain_s=DRAIN_S)
-        for published in self._published.values():
-            published.request.close()
-
-    def _compute(self, work: RunPrompt) -> None:
-        """Compute one prompt and publish it; without room it keeps waiting while others hold pages."""
-        manager, started_s = self.runtime.manager, now_s()
-        request = manager.create_request(work.request_id)
+    def take(self, work: RunPrompt) -> bool:
+        """Compute one prompt and publish it."""
+        started_s = now_s()
+        request = self.runtime.manager.create_request(work.request_id)
         try:
             aux = self.runner.prefill(request, work.prompt, work.prompt_tokens)
-        except UnikvError as error:
+            tables, prefill_s = request.page_tables(), now_s() - started_s
+            handle = self._endpoint.publish(work.request_id, tables, work.prompt_tokens, aux)
+        except InternalError:
+            raise  # ours is broken, not the request
+        except CapacityError as error:
             request.close()
-            if isinstance(error, CapacityError) and self._published:
-                return
-            self._waiting.popleft()
-            self._refuse(work, str(error))
-            return
-        self._waiting.popleft()
-        tables, prefill_s = request.page_tables(), now_s() - started_s
-        handle = self._endpoint.publish(work.request_id, tables, work.prompt_tokens, aux)
+            if self._published and not error.permanent:
+                return False
+            self.refuse(work, describe(error, self._name("prompt")))
+            return True
+        except Exception as error:
+            request.close()
+            self.refuse(work, describe(error, self._name("prompt")))
+            return True
         self._published[work.request_id] = _Published(work, request, tables, handle, prefill_s)
+        return True
 
-    def _refuse(self, work: RunPrompt, reason: str) -> None:
-        _log.warning("request %d: prompt failed: %s", work.request_id, reason)
+    def refuse(self, work: RunPrompt, reason: str) -> None:
+        """Tell the generation ranks, which may wait for it, and the caller."""
+        _log.warning("request %d: %s", work.request_id, reason)
         self._endpoint.fail(work.request_id, reason)
         self._report(work, reason, 0.0, None)
 
-    def _finish(self, published: _Published) -> None:
-        """Every copy is over: say what is in the pages if asked to, then free them."""
+    def settle(self) -> bool:
+        """Report what has an outcome, free what is quiet."""
+        for published in list(self._published.values()):
+            if published.handle.outcome is not None and not published.reported:
+                self._conclude(published)
+            if published.reported and published.handle.quiet:
+                published.request.close()
+                del self._published[published.work.request_id]
+                self.pages_freed()
+        return False
+
+    def stop_transfer(self, request_id: RequestId, reason: str) -> None:
+        """Generation ranks hear the reason; what moves is drained."""
+        self._endpoint.fail(request_id, reason)
+
+    def in_use(self) -> tuple[RequestId, ...]:
+        """Return the published requests."""
+        return tuple(self._published)
+
+    def close(self) -> None:
+        """End the endpoint and free everything."""
+        self._endpoint.close(f"{self._name('worker')} is closing", drain_s=CLOSE_S)
+        for published in self._published.values():
+            published.request.close()
+
+    def _conclude(self, published: _Published) -> None:
+        """Say how the transfer ended and, if asked to, what is in the pages."""
         work, outcome = published.work, published.handle.outcome
-        reason = outcome.reason if outcome else "the transfer ended without an outcome"
-        evidence = None
-        if work.verify and not reason:
-            seen = self.runner.examine(published.tables, work.prompt_tokens, with_draft=True)
-            evidence = evidence_report(seen)
-        published.request.close()
-        del self._published[work.request_id]
+        assert outcome is not None
+        reason, evidence = outcome.reason, None
+        if work.verify and outcome.ok:
+            try:
+                seen = self.runner.examine(self.prompt_pages(work, published.tables), with_draft=True)
+                evidence = evidence_report(seen)
+            except Exception as error:
+                reason = describe(error, self._name("verification"))
+        published.reported = True
         self._report(work, reason, published.prefill_s, evidence)
+
+    def _name(self, what: str) -> str:
+        return f"{what} on context rank {self.runtime.rank}"
 
     def _report(self, work: RunPrompt, reason: str, prefill_s: float, evidence: EvidenceReport | None) -> None:
         self.report(

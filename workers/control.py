@@ -5,16 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from transfer.hello import Side
 from transfer.messages import StageTimes
-from transfer.wire import Codec, Decoded
+from transfer.wire import Codec
 from unikv.ids import RequestId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attach:
-    """The caller introduces itself: reports go to `reply_to` from now on."""
+    """The caller introduces itself: reports go to `reply_to` from now on.
+
+    Attributes:
+        owner: the worker was started by this caller, and ends when the caller goes.
+    """
 
     reply_to: str
+    owner: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +37,7 @@ class PathReport:
 class Ready:
     """A worker is attached and serves. `paths` and `draft_kv` come from generation workers."""
 
-    side: str
+    side: Side
     rank: int
     device: str
     paths: tuple[PathReport, ...] = ()
@@ -65,13 +71,22 @@ class RunDecode:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GiveUp:
+    """To every rank of both sides: this request cannot succeed any more, or nobody wants it."""
+
+    request_id: RequestId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DigestReport:
-    """Digests of the consecutive `ordinals` of one (layer, role, global head), joined."""
+    """Digests of the `units` of one (layer, role, global head), joined, and of how many bytes each was made."""
 
     layer: int
     role: str
     head: int
-    ordinals: tuple[int, ...]
+    units: tuple[int, ...]
+    sizes_bytes: tuple[int, ...]
     digests: bytes
 
 
@@ -137,16 +152,14 @@ class DecodeReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stop:
-    """End when nothing is open any more."""
+    """End: take nothing new, let what is being moved arrive within a short while, fail the rest."""
 
     reason: str
 
 
-ControlMessage = Attach | Ready | RunPrompt | RunDecode | PromptReport | DecodeReport | Stop
+ControlMessage = Attach | Ready | RunPrompt | RunDecode | GiveUp | PromptReport | DecodeReport | Stop
 
 CODEC: Final[Codec[ControlMessage]] = Codec(
-    (Attach, Ready, RunPrompt, RunDecode, PromptReport, DecodeReport, Stop), magic="unikv-control"
+    (Attach, Ready, RunPrompt, RunDecode, GiveUp, PromptReport, DecodeReport, Stop), magic="unikv-control"
 )
 """Encodes and decodes control messages."""
-
-__all__ = ["CODEC", "ControlMessage", "Decoded"]

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
 from dataclasses import dataclass
 
 from transfer.gate_report import DraftKV
 from transfer.generation_endpoint import ContextInstance
 from transfer.hello import Side
 from transfer.outcome import Outcome, TransferHandle
-from unikv.errors import CapacityError, UnikvError
+from unikv.errors import CapacityError, InternalError, LocalProtocolError, explain
 from unikv.ids import RequestId
 from unikv.request import KVCacheRequest
-from workers.control import DecodeReport, LegRecord, PathReport, Ready, RunDecode, RunPrompt
+from workers.control import DecodeReport, LegRecord, PathReport, Ready, RunDecode
+from workers.evidence_report import evidence_report
 from workers.rank_runtime import RankRuntime
 from workers.rendezvous import Rendezvous
 from workers.runner import Decoded, Evidence, Runner, Tables
 from workers.topology import positions
-from workers.worker_loop import DRAIN_S, Worker, evidence_report, now_s
+from workers.worker_loop import CLOSE_S, Worker, describe, now_s
 
 _log = logging.getLogger(__name__)
 
@@ -29,23 +29,37 @@ class _Receiving:
     request: KVCacheRequest
     tables: Tables
     handle: TransferHandle
+    asked_s: float
     reported: bool = False
 
 
-class GenerationWorker(Worker):
+class GenerationWorker(Worker[RunDecode]):
     """Fetches several prompts at a time, decodes one after the other."""
+
+    work_type = RunDecode
+    takes_all = True
 
     def __init__(self, runtime: RankRuntime, runner: Runner, rendezvous: Rendezvous) -> None:
         super().__init__(runtime, runner, rendezvous)
-        self._waiting: deque[RunDecode] = deque()
         self._receiving: dict[RequestId, _Receiving] = {}
-        self._endpoint = runtime.generation_endpoint(self.wake)
         self._instance: ContextInstance | None = None
+        self._endpoint = runtime.generation_endpoint(self.wake)
+
+    @property
+    def instance(self) -> ContextInstance:
+        """The context instance we are connected to.
+
+        Raises:
+            LocalProtocolError: not connected.
+        """
+        if self._instance is None:
+            raise LocalProtocolError(explain("generation worker", "state", "new", "connected", "connect it first"))
+        return self._instance
 
     @property
     def draft_travels(self) -> bool:
         """Whether draft KV comes with the target's."""
-        return self._instance is not None and self._instance.draft_kv is not DraftKV.OFF
+        return self.instance.draft_kv is not DraftKV.OFF
 
     def connect(self) -> None:
         """Say hello to every context rank.
@@ -56,17 +70,16 @@ class GenerationWorker(Worker):
         """
         ranks = len(positions(self.runtime.pair.side(Side.CONTEXT)))
         self._instance = self._endpoint.connect(self.rendezvous.find("transfer", Side.CONTEXT, ranks))
-        if self._instance.draft_kv is DraftKV.OFF and self.runtime.manager.draft_layer_ids:
+        if not self.draft_travels and self.runtime.manager.draft_layer_ids:
             _log.warning("generation rank %d: draft KV does not travel; drafts start cold", self.runtime.rank)
 
     def ready(self) -> Ready:
         """Say which path every pair of ranks took."""
-        ranks = self._instance.ranks if self._instance else ()
         return Ready(
             side=self.runtime.side,
             rank=self.runtime.rank,
             device=self.runtime.card.device,
-            draft_kv=self._instance.draft_kv if self._instance else "",
+            draft_kv=self.instance.draft_kv,
             paths=tuple(
                 PathReport(
                     context_rank=peer.rank,
@@ -74,93 +87,89 @@ class GenerationWorker(Worker):
                     path=peer.path,
                     reason=peer.path_reason,
                 )
-                for peer in ranks
+                for peer in self.instance.ranks
                 if peer.moves_bytes
             ),
         )
 
-    def handle(self, message: RunPrompt | RunDecode) -> None:
-        """Queue a request."""
-        if isinstance(message, RunDecode):
-            self._waiting.append(message)
-
-    def advance(self) -> None:
-        """Ask for what there is room for, then finish one request whose outcome is known."""
-        while self._waiting and self._ask(self._waiting[0]):
-            self._waiting.popleft()
-        for receiving in list(self._receiving.values()):
-            if receiving.handle.outcome is not None and not receiving.reported:
-                self._finish(receiving, receiving.handle.outcome)
-                break
-        for receiving in [item for item in self._receiving.values() if item.reported and item.handle.quiet]:
-            self._free(receiving)
-
-    def runnable(self) -> bool:
-        """Whether a request waits for nothing but us."""
-        settled = any(r.handle.outcome is not None and not r.reported for r in self._receiving.values())
-        return settled or (bool(self._waiting) and not self._receiving)
-
-    def busy(self) -> bool:
-        """Whether peers may still write our pages."""
-        return bool(self._receiving)
-
-    def give_up(self, reason: str) -> None:
-        """Cancel what is open; pages stay ours until the peers have let go."""
-        self._waiting.clear()
-        for request_id, receiving in self._receiving.items():
-            if receiving.handle.outcome is None:
-                self._endpoint.cancel(request_id, reason)
-
-    def close(self) -> None:
-        """Drain and free everything."""
-        self._endpoint.close("the generation worker is closing", drain_s=DRAIN_S)
-        for receiving in self._receiving.values():
-            receiving.request.close()
-
-    def _ask(self, work: RunDecode) -> bool:
-        """Reserve pages and ask for the request; False while pages are short and others will give some back."""
+    def take(self, work: RunDecode) -> bool:
+        """Reserve pages for the prompt and the first step, and ask for the request."""
         manager = self.runtime.manager
         request = manager.create_request(work.request_id)
         try:
             draft = manager.speculation.max_draft_tokens if manager.speculation else 0
-            capacity = manager.generation_capacity(work.prompt_tokens, draft)
-            request.resize(capacity, work.prompt_tokens)
-            tables = request.page_tables()
-            assert self._instance is not None
-            handle = self._endpoint.receive(work.request_id, tables, work.prompt_tokens, instance=self._instance)
-        except UnikvError as error:
+            request.resize(manager.generation_capacity(work.prompt_tokens, draft), work.prompt_tokens)
+            tables, asked_s = request.page_tables(), now_s()
+            handle = self._endpoint.receive(work.request_id, tables, work.prompt_tokens, instance=self.instance)
+        except InternalError:
+            raise  # ours is broken, not the request
+        except CapacityError as error:
             request.close()
-            if isinstance(error, CapacityError) and self._receiving:
+            if self._receiving and not error.permanent:
                 return False
-            _log.warning("request %d: %s", work.request_id, error)
-            self.report(DecodeReport(request_id=work.request_id, rank=self.runtime.rank, reason=str(error)))
+            self.refuse(work, describe(error, self._name("request")))
             return True
-        self._receiving[work.request_id] = _Receiving(work, request, tables, handle)
+        except Exception as error:
+            request.close()
+            self.refuse(work, describe(error, self._name("request")))
+            return True
+        self._receiving[work.request_id] = _Receiving(work, request, tables, handle, asked_s)
         return True
 
-    def _finish(self, receiving: _Receiving, outcome: Outcome) -> None:
-        """Check, decode and report one request."""
+    def refuse(self, work: RunDecode, reason: str) -> None:
+        """Tell the caller; no context rank has heard of the request from us."""
+        _log.warning("request %d: %s", work.request_id, reason)
+        self.report(DecodeReport(request_id=work.request_id, rank=self.runtime.rank, reason=reason))
+
+    def settle(self) -> bool:
+        """Report every failure, free what is quiet, then check and decode one request."""
+        for receiving in list(self._receiving.values()):
+            outcome = receiving.handle.outcome
+            if outcome is not None and not outcome.ok and not receiving.reported:
+                receiving.reported = True
+                self.report(self._failure(receiving, outcome.reason, outcome))
+            if receiving.reported and receiving.handle.quiet:
+                self._free(receiving)
+        arrived = [item for item in self._receiving.values() if item.handle.outcome is not None and not item.reported]
+        if arrived:
+            self._finish(arrived[0])
+        return bool(arrived)
+
+    def stop_transfer(self, request_id: RequestId, reason: str) -> None:
+        """The request fails at once; its pages stay ours until the peers have let go."""
+        self._endpoint.cancel(request_id, reason)
+
+    def in_use(self) -> tuple[RequestId, ...]:
+        """Return the requests that are being received, decoded or drained."""
+        return tuple(self._receiving)
+
+    def close(self) -> None:
+        """End the endpoint and free everything."""
+        self._endpoint.close(f"{self._name('worker')} is closing", drain_s=CLOSE_S)
+        for receiving in self._receiving.values():
+            receiving.request.close()
+
+    def _finish(self, receiving: _Receiving) -> None:
+        """Check, decode and report one request that has arrived."""
+        work, outcome = receiving.work, receiving.handle.outcome
+        assert outcome is not None
         receiving.reported = True
-        work, usable_s = receiving.work, now_s()
-        if not outcome.ok:
-            self.report(self._failure(work, outcome.reason, outcome))
-            return
+        started_s = now_s()
         try:
             evidence = self._examine(receiving) if work.verify else None
             verified_s = now_s()
             decoded = self._decode(receiving, outcome)
-        except UnikvError as error:
-            _log.warning("request %d: decoding failed: %s", work.request_id, error)
-            self.report(self._failure(work, f"decoding failed: {error}", outcome))
+        except Exception as error:
+            self.report(self._failure(receiving, describe(error, self._name("decoding")), outcome))
             return
         self.report(
             DecodeReport(
                 request_id=work.request_id,
                 rank=self.runtime.rank,
                 reason="",
-                usable_s=usable_s,
+                usable_s=receiving.asked_s + outcome.total_s,
                 settle_s=outcome.settle_s,
-                verify_s=verified_s - usable_s,
+                verify_s=verified_s - started_s,
                 decode_s=now_s() - verified_s,
                 tokens=decoded.tokens,
                 steps=decoded.steps,
@@ -173,8 +182,7 @@ class GenerationWorker(Worker):
         )
 
     def _examine(self, receiving: _Receiving) -> Evidence:
-        work = receiving.work
-        return self.runner.examine(receiving.tables, work.prompt_tokens, with_draft=self.draft_travels)
+        return self.runner.examine(self.prompt_pages(receiving.work, receiving.tables), with_draft=self.draft_travels)
 
     def _decode(self, receiving: _Receiving, outcome: Outcome) -> Decoded:
         """Decode from the first token the context side sent; a pipeline stage without one has nothing to decode."""
@@ -191,8 +199,13 @@ class GenerationWorker(Worker):
         self.runner.discard(receiving.tables)
         receiving.request.close()
         del self._receiving[receiving.work.request_id]
+        self.pages_freed()
 
-    def _failure(self, work: RunDecode, reason: str, outcome: Outcome) -> DecodeReport:
+    def _name(self, what: str) -> str:
+        return f"{what} on generation rank {self.runtime.rank}"
+
+    def _failure(self, receiving: _Receiving, reason: str, outcome: Outcome) -> DecodeReport:
+        work = receiving.work
         return DecodeReport(request_id=work.request_id, rank=self.runtime.rank, reason=reason, legs=_legs(outcome))
 
 

@@ -3,47 +3,55 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Final
 
 from rich.console import Console
 from rich.table import Table
 
 from workers.config import PairConfig
+from workers.fleet import Death
 from workers.pair_run import RunningPair
+
+_WATCH_S: Final = 0.2
 
 
 def launch_and_watch(pair: PairConfig, arguments: Sequence[str], console: Console, log_dir: Path | None) -> int:
-    """Start a pair and wait for Ctrl-C (exit code 0) or the first death (1). Leaves no process behind.
+    """Start a pair and wait for its end; return the exit code. Leaves no process behind.
+
+    The code is 0 after Ctrl-C or SIGTERM, and where a worker was ended by a signal it could handle; 1 where one died.
 
     Raises:
         IncompatiblePeerError: the gate refuses the pair.
         LinkBrokenError: a worker did not come up.
     """
-    previous = signal.signal(signal.SIGTERM, _interrupt)
-    try:
-        with console.status("starting workers"):
-            running = RunningPair(pair, arguments, log_dir=log_dir)
-        with running:
-            console.print(_table(running))
-            console.print("serving; Ctrl-C ends it")
-            return _watch(running, console)
-    except KeyboardInterrupt:
-        console.print("ended")
-        return 0
-    finally:
-        signal.signal(signal.SIGTERM, previous)
+    with _interruptible():
+        try:
+            with console.status("starting workers"):
+                running = RunningPair(pair, arguments, log_dir=log_dir)
+            with running:
+                console.print(_table(running))
+                console.print("serving; Ctrl-C ends it")
+                return _watch(running, console)
+        except KeyboardInterrupt:
+            console.print("ended")
+            return 0
 
 
 def _watch(running: RunningPair, console: Console) -> int:
-    while True:
-        running.client.poll(0.2)
-        deaths = running.fleet.deaths()
-        if deaths:
-            for death in deaths:
-                console.print(f"[red]{death.side} rank {death.rank} died: {death.reason}[/red]\n{death.tail}")
-            return 1
+    while not (deaths := running.fleet.deaths()):
+        running.client.poll(_WATCH_S)
+    for death in deaths:
+        console.print(_obituary(death), markup=False)
+    return 0 if all(death.orderly for death in deaths) else 1
+
+
+def _obituary(death: Death) -> str:
+    name = f"{death.side} rank {death.rank}"
+    return f"{name} was ended" if death.orderly else f"{name} died: {death.reason}\n{death.tail}"
 
 
 def _table(running: RunningPair) -> Table:
@@ -53,6 +61,16 @@ def _table(running: RunningPair) -> Table:
     for path in running.paths:
         table.add_row(str(path.context_rank), str(path.generation_rank), path.path, path.reason)
     return table
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Let SIGTERM do what Ctrl-C does."""
+    previous = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def _interrupt(_number: int, _frame: FrameType | None) -> None:

@@ -12,7 +12,7 @@ from workers.config import HFRunnerConfig, SideConfig
 from workers.evidence import digest_pages
 from workers.model_store import resolve_model
 from workers.page_bytes import Bytes
-from workers.runner import Decoded, Evidence, Tables
+from workers.runner import Decoded, Evidence, PromptPages, Tables
 from workers.runner_hf import HFRunner
 from workers.speculative import SpeculativeDecoder
 
@@ -63,10 +63,10 @@ class ModelRunner:
     def discard(self, tables: Tables) -> None:
         """Leave the pages as they are: digests of another request would not match."""
 
-    def examine(self, tables: Tables, prompt_tokens: int, *, with_draft: bool) -> Evidence:
+    def examine(self, pages: PromptPages, *, with_draft: bool) -> Evidence:
         """Digest every live byte of the prompt."""
         assert self._card is not None
-        return digest_pages(self._card, self._arrays, tables, prompt_tokens, with_draft=with_draft)
+        return digest_pages(self._card, self._arrays, pages, with_draft=with_draft)
 
     def decode(
         self, request: KVCacheRequest, prompt: tuple[int, ...], first_token: int, draft_valid_from: int, max_new: int

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +15,7 @@ from unikv.ids import NO_PAGE, GroupId, LayerId
 from unikv.layer_spec import KVLayout, LayerOwner
 from unikv.ranges import Span
 from unikv.views import KVView, ViewEntry
+from workers.runner import PromptPages
 
 Bytes = NDArray[np.uint8]
 
@@ -35,6 +36,43 @@ class BufferBytes:
     heads: Span
     pages: Bytes
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one head of one token."""
+        return int(self.pages.shape[3])
+
+    def rows(self, live: LiveUnits) -> Bytes:
+        """Return a copy of the rows of some units: uint8 ``[units, heads, unit_tokens, row_bytes]``."""
+        slots, heads, tokens, row = self.pages.shape
+        split = self.pages.reshape(slots, heads, tokens // live.unit_tokens, live.unit_tokens, row)
+        found: Bytes = split[live.slots, :, live.subs]
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveUnits:
+    """The pieces of one group's pages that a transfer fills.
+
+    ::
+
+        blocks of 64, units of 16, prompt of 90 tokens      unit    0 1 2 3 | 4 5      (unit = first token / 16)
+                                                            slot    A A A A | B B
+                                                            sub     0 1 2 3 | 0 1
+                                                            tokens 16 .. 16 | 16 10
+
+    Attributes:
+        units, slots, subs, tokens: int32 of one length: which unit, the slot that holds it, which unit of that slot
+            it is, and how many of its tokens are the prompt's (less than a unit in the last one only).
+        missing: units that should be there, but the page table has no page for them.
+    """
+
+    unit_tokens: int
+    units: SlotArray
+    slots: SlotArray
+    subs: SlotArray
+    tokens: SlotArray
+    missing: SlotArray
+
 
 def buffer_bytes(card: RankCard, arrays: Sequence[Bytes]) -> Iterator[BufferBytes]:
     """Yield every buffer of a rank. `arrays` holds the bytes of each storage of `card`, in its order."""
@@ -51,27 +89,42 @@ def buffer_bytes(card: RankCard, arrays: Sequence[Bytes]) -> Iterator[BufferByte
             )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LivePages:
-    """The pages of one group that a transfer fills, and how many tokens of each are the prompt's.
+def live_units(card: RankCard, group_id: GroupId, pages: PromptPages) -> LiveUnits:
+    """Return the live pieces of a prompt in one group: windows are masked, sinks are not."""
+    group, unit = card.group(group_id), pages.unit_tokens
+    subs = card.tokens_per_block // unit
+    units = live_ordinals(
+        pages.prompt_tokens, tokens_per_block=unit, window=group.window, sink_blocks=group.sink_blocks * subs
+    )
+    slots = _slots(pages.tables[group_id], units // np.int32(subs))
+    there = slots != NO_PAGE
+    held = units[there]
+    return LiveUnits(
+        unit_tokens=unit,
+        units=held,
+        slots=slots[there],
+        subs=held % np.int32(subs),
+        tokens=_tokens(held, unit, pages.prompt_tokens),
+        missing=units[~there],
+    )
 
-    Attributes:
-        ordinals, slots: int32 of one length.
-        tokens: valid tokens of each page; less than a block in the last one only.
-    """
 
-    ordinals: SlotArray
-    slots: SlotArray
-    tokens: SlotArray
+def missing_tokens(live: LiveUnits, prompt_tokens: int) -> int:
+    """Return how many tokens of the prompt are in units without a page."""
+    return int(_tokens(live.missing, live.unit_tokens, prompt_tokens).sum())
 
 
-def live_pages(card: RankCard, group_id: GroupId, tables: Mapping[GroupId, SlotArray], prompt_tokens: int) -> LivePages:
-    """Return the live pages of a prompt in one group (windows masked, pages that are not there left out)."""
-    group, size = card.group(group_id), card.tokens_per_block
-    ordinals = live_ordinals(prompt_tokens, tokens_per_block=size, window=group.window, sink_blocks=group.sink_blocks)
-    ordinals = ordinals[tables[group_id][ordinals] != NO_PAGE]
-    tokens = np.minimum(size, prompt_tokens - ordinals * size).astype(np.int32)
-    return LivePages(ordinals=ordinals, slots=tables[group_id][ordinals], tokens=tokens)
+def _tokens(units: SlotArray, unit_tokens: int, prompt_tokens: int) -> SlotArray:
+    tokens: SlotArray = np.minimum(unit_tokens, prompt_tokens - units * np.int32(unit_tokens)).astype(np.int32)
+    return tokens
+
+
+def _slots(table: SlotArray, ordinals: SlotArray) -> SlotArray:
+    """Look ordinals up in a table; behind its end there is no page."""
+    slots = np.full(len(ordinals), NO_PAGE, dtype=np.int32)
+    inside = ordinals < len(table)
+    slots[inside] = table[ordinals[inside]]
+    return slots
 
 
 def _pages(array: Bytes, view: KVView, entry: ViewEntry, slot_stride_bytes: int, num_slots: int) -> Bytes:

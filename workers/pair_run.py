@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Self
 
 from transfer.gate import check_instances, require_compatible
 from transfer.gate_report import GateReport
@@ -14,10 +15,10 @@ from unikv.errors import LinkBrokenError
 from workers.client import FleetClient
 from workers.config import PairConfig
 from workers.control import PathReport, Stop
-from workers.fleet import Death, Fleet
+from workers.fleet import Death, FleetManager
 from workers.rendezvous import Rendezvous
 from workers.topology import dry_cards, positions
-from workers.workload import Job, RequestRecord, Workload
+from workers.workload import Job, RequestRecord, WorkloadDriver
 
 ATTACH_S: Final = 120.0
 """Longest bring-up: importing and loading a model on a busy machine takes tens of seconds."""
@@ -45,7 +46,12 @@ def judge(pair: PairConfig) -> GateReport:
 
 
 class RunningPair:
-    """The workers of a pair, attached and ready. A context manager: leaving it ends them all."""
+    """The workers of a pair, attached and ready. A context manager: leaving it ends them all.
+
+    Attributes:
+        fleet: the processes.
+        client: the link to them.
+    """
 
     def __init__(self, pair: PairConfig, pair_arguments: Sequence[str], *, log_dir: Path | None = None) -> None:
         """Start the workers and wait until they are ready.
@@ -56,15 +62,19 @@ class RunningPair:
         """
         judge(pair)
         self.pair = pair
-        self.ranks = {side: len(positions(pair.side(side))) for side in (Side.CONTEXT, Side.GENERATION)}
-        self._rendezvous = Rendezvous.serve()
-        self.fleet, self.client = Fleet(), FleetClient()
-        try:
-            self.fleet.start(pair, self._rendezvous.url, pair_arguments, log_dir)
-            self.client.attach(self._rendezvous, self.ranks, timeout_s=ATTACH_S, alive=self._check_alive)
-        except BaseException:
-            self.close()
-            raise
+        self.ranks = {side: len(positions(pair.side(side))) for side in Side}
+        with ExitStack() as stack:
+            rendezvous = stack.enter_context(Rendezvous.reserve())
+            self.client = FleetClient()
+            stack.callback(self.client.close)
+            self.fleet = FleetManager()
+            stack.callback(self.fleet.stop)
+            stack.callback(self._ask_to_stop)
+            self.fleet.start(pair, rendezvous.url, pair_arguments, log_dir)
+            rendezvous.open()  # takes a second, in which the workers come up
+            self.client.attach(rendezvous, self.ranks, timeout_s=ATTACH_S, alive=self._check_alive)
+            self._stack = stack.pop_all()
+        self._workload = WorkloadDriver(self.client, self.ranks, self.fleet.deaths)
 
     @property
     def paths(self) -> tuple[PathReport, ...]:
@@ -77,10 +87,9 @@ class RunningPair:
         verdicts = {ready.draft_kv for (side, _), ready in self.client.ready.items() if side is Side.GENERATION}
         return "off" if "off" in verdicts else min(verdicts, default="")
 
-    def run(self, jobs: Sequence[Job], on_finished: Callable[[RequestRecord], None]) -> PairRun:
-        """Run a workload and return its records, also where workers die on the way."""
-        workload = Workload(self.client, self.ranks, self.fleet.deaths)
-        records = workload.run(
+    def run(self, jobs: Sequence[Job], on_finished: Callable[[RequestRecord], None] = lambda _: None) -> PairRun:
+        """Run a workload and return its records, also where workers die on the way. May be called again."""
+        records = self._workload.run(
             jobs,
             concurrency=self.pair.workload.concurrency,
             timeout_s=2 * self.pair.transfer.timeout_s,
@@ -89,17 +98,18 @@ class RunningPair:
         return PairRun(records=tuple(records), paths=self.paths, draft_kv=self.draft_kv, deaths=self.fleet.deaths())
 
     def close(self) -> None:
-        """End the workers in order, then the link to them. Idempotent."""
-        for side in (Side.GENERATION, Side.CONTEXT):
-            self.client.send(side, Stop(reason="the run is over"))
-        self.fleet.stop()
-        self.client.close()
+        """End the workers, then the link to them. Idempotent."""
+        self._stack.close()
 
-    def __enter__(self) -> RunningPair:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_exc: object) -> None:
         self.close()
+
+    def _ask_to_stop(self) -> None:
+        for side in (Side.GENERATION, Side.CONTEXT):
+            self.client.send(side, Stop(reason="the run is over"))
 
     def _check_alive(self) -> None:
         deaths = self.fleet.deaths()

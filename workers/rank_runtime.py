@@ -87,7 +87,7 @@ class RankRuntime:
         )
 
     def close(self) -> None:
-        """Free links and memory; requests still open are closed first. Idempotent."""
+        """Free links and memory, the links first. The cache's requests must be closed. Idempotent."""
         self._stack.close()
 
     def __enter__(self) -> RankRuntime:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from transfer.hello import RankCard
 from transfer.messages import AuxData
 from transfer.pages import SlotArray
 from unikv.cache_manager import UnifiedKVCacheManager
-from unikv.ids import GroupId
+from unikv.ids import GroupId, RequestId
 from unikv.request import KVCacheRequest
 
 Tables = Mapping[GroupId, SlotArray]
@@ -28,20 +28,48 @@ class Decoded:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PromptPages:
+    """The pages of one prompt on one rank, as something to look at.
+
+    Attributes:
+        tables: int32 slots by ordinal per layer group.
+        prompt_tokens: tokens whose KV is in the pages.
+        unit_tokens: tokens that are looked at as one piece. It divides the blocks of both sides, so that ranks with
+            blocks of different lengths speak of the same pieces.
+    """
+
+    request_id: RequestId
+    tables: Tables
+    prompt_tokens: int
+    unit_tokens: int
+
+
+class Digest(NamedTuple):
+    """What one piece of KV hashes to, and how many bytes that were."""
+
+    value: bytes
+    size_bytes: int
+
+
+DigestKey = tuple[int, str, int, int]
+"""(layer, role, global head, number of the unit: its first token divided by `PromptPages.unit_tokens`)"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
     """What a rank can say about the bytes of one request's live pages.
 
     Attributes:
         checked_bytes: bytes looked at.
-        mismatched_bytes: bytes this rank itself found wrong (runners that know what must be there).
+        mismatched_bytes: bytes this rank itself found wrong, those of missing pages included.
         first_mismatch: where the first wrong byte is and what it looks like; empty where none is.
-        digests: by (layer, role, global head, ordinal), for runners whose bytes only the context side knows.
+        digests: for runners whose bytes only the context side knows.
     """
 
     checked_bytes: int = 0
     mismatched_bytes: int = 0
     first_mismatch: str = ""
-    digests: Mapping[tuple[int, str, int, int], bytes] = field(default_factory=dict)
+    digests: Mapping[DigestKey, Digest] = field(default_factory=dict)
 
 
 class Runner(Protocol):
@@ -66,8 +94,8 @@ class Runner(Protocol):
         """Called on the generation side when a request is over: make what it leaves behind recognisable as stale."""
         ...
 
-    def examine(self, tables: Tables, prompt_tokens: int, *, with_draft: bool) -> Evidence:
-        """Look at every live byte of a prompt in our pages."""
+    def examine(self, pages: PromptPages, *, with_draft: bool) -> Evidence:
+        """Look at every live byte of a prompt in our pages, those of draft layers only if `with_draft`."""
         ...
 
     def decode(

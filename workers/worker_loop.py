@@ -1,24 +1,28 @@
-"""The main loop of a worker process: control messages, transfers that changed, and a clean end."""
+"""The main loop of a worker process: control messages, work that waits for pages, and a clean end."""
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import time
 from abc import ABC, abstractmethod
+from collections import deque
+from dataclasses import dataclass, replace
 from types import FrameType
-from typing import Final
+from typing import Final, Generic, TypeVar
 
 from transfer.link import PeerGone, Received
-from unikv.errors import LinkBrokenError, RemoteProtocolError, UnikvError
+from unikv.errors import LinkBrokenError, LocalProtocolError, RemoteProtocolError, UnikvError
+from unikv.ids import RequestId
 from workers.control import (
     CODEC,
     Attach,
     ControlMessage,
-    DigestReport,
-    EvidenceReport,
-    LegRecord,
+    DecodeReport,
+    GiveUp,
+    PromptReport,
     Ready,
     RunDecode,
     RunPrompt,
@@ -26,79 +30,134 @@ from workers.control import (
 )
 from workers.rank_runtime import RankRuntime
 from workers.rendezvous import Rendezvous
-from workers.runner import Evidence, Runner
+from workers.runner import PromptPages, Runner, Tables
 
 _log = logging.getLogger(__name__)
 
-_POLL_S: Final = 0.5
+POLL_S: Final = 0.5
 """Longest wait for a control message; changed transfers wake the loop earlier."""
+ENDING_POLL_S: Final = 0.05
 BACKGROUND_NICE: Final = 10
 """Niceness of a main thread whose work must not disturb the transfer's thread."""
-DRAIN_S: Final = 5.0
-"""Longest wait for open transfers when the worker ends."""
+DRAIN_S: Final = 2.0
+"""How long transfers that are open may go on when the worker was told to end; then they fail."""
+QUIET_S: Final = 3.0
+"""How long peers may take after that to let go of our pages."""
+CLOSE_S: Final = 1.0
+"""How long the endpoint may take to close then."""
+MAX_REASON_CHARACTERS: Final = 4000
+
+W = TypeVar("W", RunPrompt, RunDecode)
 
 
-class Worker(ABC):
-    """One rank of one side. Its main thread runs the model and owns the cache; transfers run in the endpoint's thread."""
+@dataclass(frozen=True, slots=True)
+class _Waiting(Generic[W]):
+    work: W
+    since_s: float
+
+
+class Worker(ABC, Generic[W]):
+    """One rank of one side.
+
+    The main thread runs the model and owns the cache; transfers run in the endpoint's thread. Work is taken in the
+    order in which it came, as pages allow: on both sides alike, so that neither waits for what the other has not begun.
+    """
+
+    work_type: type[W]
+    takes_all: bool
+    """Whether to take everything there is room for before looking at messages again (taking is quick)."""
 
     def __init__(self, runtime: RankRuntime, runner: Runner, rendezvous: Rendezvous) -> None:
         self.runtime, self.runner, self.rendezvous = runtime, runner, rendezvous
-        self._caller = ""
-        self._stopping = ""
+        sides = runtime.pair.context, runtime.pair.generation
+        self._unit_tokens = math.gcd(*(side.tokens_per_block for side in sides))
+        self._waiting: deque[_Waiting[W]] = deque()
+        self._short_of_pages = self._more = False
+        self._caller, self._owned = "", False
+        self._stopping, self._drained_by_s, self._gave_up = "", 0.0, False
 
     def run(self) -> int:
-        """Serve until a Stop message, a signal, or the caller's end; return the process's exit code."""
+        """Serve until a Stop message, a signal, or the end of an owning caller; return the process's exit code.
+
+        The code is 0 where everything that was open came to its end, 1 where a peer may still touch our pages.
+        """
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         self.rendezvous.announce("control", self.runtime.side, self.runtime.rank, self.runtime.control.address)
         if self.runner.background:
             os.nice(BACKGROUND_NICE)  # this thread alone: on Linux niceness belongs to threads
         _log.info("%s rank %d serves", self.runtime.side, self.runtime.rank)
-        while not self._stopping or self.busy():
-            if self._stopping:
-                self.give_up(self._stopping)
-            self._turn(0.0 if self.runnable() else _POLL_S)
-        _log.info("%s rank %d ends: %s", self.runtime.side, self.runtime.rank, self._stopping)
-        return 0
+        while not self._over():
+            idle_s = ENDING_POLL_S if self._stopping else POLL_S
+            self._turn(0.0 if self._runnable() else idle_s)
+        in_use = self.in_use()
+        fate = f"; {len(in_use)} request(s) not quiet" if in_use else ""
+        _log.info("%s rank %d ends: %s%s", self.runtime.side, self.runtime.rank, self._stopping, fate)
+        return 1 if in_use else 0
 
-    def report(self, message: ControlMessage) -> None:
-        """Send a report to the caller; where it is gone the log keeps it."""
+    def wake(self) -> None:
+        """Make the loop look at its transfers. Safe from any thread and from signal handlers."""
+        self.runtime.control.wake()
+
+    def report(self, message: Ready | PromptReport | DecodeReport) -> None:
+        """Send a report to the caller; where it is gone the log says so."""
         if not self._caller:
-            _log.warning("no caller to report %s to", type(message).__name__)
+            _log.warning("no caller to send a %s to", type(message).__name__)
             return
-        frames = CODEC.encode(message, incarnation=self.runtime.card.incarnation, rank=self.runtime.rank)
         try:
-            self.runtime.control.send(self._caller, frames)
+            self._send(message)
+        except LocalProtocolError as error:
+            if isinstance(message, Ready):
+                raise
+            _log.error("report cut short: %s", error)
+            reason = (message.reason or str(error))[:MAX_REASON_CHARACTERS]
+            self._send(replace(message, reason=reason, evidence=None))
         except LinkBrokenError as error:
             _log.warning("report not sent: %s", error)
 
-    def wake(self) -> None:
-        """Make the loop look at its transfers. Safe from any thread."""
-        self.runtime.control.wake()
+    def pages_freed(self) -> None:
+        """Try again what waits for pages."""
+        self._short_of_pages = False
+
+    def prompt_pages(self, work: W, tables: Tables) -> PromptPages:
+        """Return the pages of a request as something to look at."""
+        return PromptPages(
+            request_id=work.request_id,
+            tables=tables,
+            prompt_tokens=work.prompt_tokens,
+            unit_tokens=self._unit_tokens,
+        )
+
+    # --- what the two sides do differently ------------------------------------------------------------------------
 
     @abstractmethod
     def ready(self) -> Ready:
-        """Connect to the other side where that is ours to do, and say what came of it."""
+        """Say what there is to say to a caller that has attached."""
 
     @abstractmethod
-    def handle(self, message: RunPrompt | RunDecode) -> None:
-        """Take a piece of work."""
+    def take(self, work: W) -> bool:
+        """Begin with a request, or refuse it; return False (nothing was done) where pages in use must come back."""
 
     @abstractmethod
-    def advance(self) -> None:
-        """Do what has become possible: finish transfers, start waiting work."""
+    def refuse(self, work: W, reason: str) -> None:
+        """Report that a request failed before its transfer began."""
 
     @abstractmethod
-    def runnable(self) -> bool:
-        """Whether `advance` has work that needs no further event."""
+    def settle(self) -> bool:
+        """Do one round of what changed transfers have made possible; return whether there is more."""
 
     @abstractmethod
-    def busy(self) -> bool:
-        """Whether pages are still in use."""
+    def stop_transfer(self, request_id: RequestId, reason: str) -> None:
+        """Fail the transfer of a request that `in_use` names."""
 
     @abstractmethod
-    def give_up(self, reason: str) -> None:
-        """Fail everything that is open."""
+    def in_use(self) -> tuple[RequestId, ...]:
+        """Return the requests whose pages a transfer or we may still touch."""
+
+    # --- the loop ---------------------------------------------------------------------------------------------------
+
+    def _runnable(self) -> bool:
+        return self._more or (bool(self._waiting) and not self._short_of_pages)
 
     def _turn(self, timeout_s: float) -> None:
         for event in self.runtime.control.poll(timeout_s):
@@ -106,7 +165,15 @@ class Worker(ABC):
                 self._receive(event)
             else:
                 self._lose(event)
-        self.advance()
+        self._drop_overdue()
+        while self._waiting and not self._short_of_pages:
+            if self.take(self._waiting[0].work):
+                self._waiting.popleft()
+            else:
+                self._short_of_pages = True
+            if not self.takes_all:
+                break
+        self._more = self.settle()
 
     def _receive(self, event: Received) -> None:
         try:
@@ -118,52 +185,100 @@ class Worker(ABC):
             case Attach():
                 self._attach(message)
             case Stop():
-                self._stopping = message.reason
+                self._stopping = self._stopping or message.reason or "asked to stop"
+            case GiveUp():
+                self._give_up(message.request_id, message.reason)
             case RunPrompt() | RunDecode():
-                self.handle(message)
+                self._accept(message)
             case _:
                 _log.warning("dropped a control message: %s does not go to a worker", type(message).__name__)
 
+    def _accept(self, message: RunPrompt | RunDecode) -> None:
+        known = {waiting.work.request_id for waiting in self._waiting} | set(self.in_use())
+        if not isinstance(message, self.work_type) or message.request_id in known:
+            _log.warning("dropped a %s: request %d is open, or not ours", type(message).__name__, message.request_id)
+        elif self._stopping:
+            self.refuse(message, f"{self.runtime.side} rank {self.runtime.rank} is ending: {self._stopping}")
+        else:
+            self._waiting.append(_Waiting(message, now_s()))
+
     def _attach(self, message: Attach) -> None:
-        self._caller = message.reply_to
+        if self._caller and self._caller != message.reply_to:
+            _log.warning("refused a caller at %s: the one at %s is still there", message.reply_to, self._caller)
+            return
+        self._caller, self._owned = message.reply_to, message.owner
         self.runtime.control.connect(self._caller)
         self.report(self.ready())
 
     def _lose(self, event: PeerGone) -> None:
-        if event.address == self._caller:
-            self._caller = ""
-            self._stopping = f"the caller is gone: {event.reason}"
+        if event.address != self._caller:
+            return
+        reason = f"the caller is gone: {event.reason}"
+        _log.warning("%s rank %d: %s", self.runtime.side, self.runtime.rank, reason)
+        self._caller = ""
+        self._give_everything_up(reason)
+        if self._owned:
+            self._stopping = self._stopping or reason
+
+    def _send(self, message: ControlMessage) -> None:
+        frames = CODEC.encode(message, incarnation=self.runtime.card.incarnation, rank=self.runtime.rank)
+        self.runtime.control.send(self._caller, frames)
+
+    # --- ways for a request to fail without its transfer ------------------------------------------------------------
+
+    def _drop_overdue(self) -> None:
+        limit_s = self.runtime.pair.transfer.timeout_s
+        overdue = [waiting for waiting in self._waiting if now_s() - waiting.since_s > limit_s]
+        for waiting in overdue:
+            self._waiting.remove(waiting)
+            place = f"{self.runtime.side} rank {self.runtime.rank}"
+            self.refuse(waiting.work, f"{place}: no pages within {limit_s:g} s; enlarge the pool or send less at once")
+
+    def _give_up(self, request_id: RequestId, reason: str) -> None:
+        """Fail a request, wherever it is; one that is not open is over already."""
+        for waiting in [item for item in self._waiting if item.work.request_id == request_id]:
+            self._waiting.remove(waiting)
+            self.refuse(waiting.work, reason)
+        if request_id in self.in_use():
+            self.stop_transfer(request_id, reason)
+
+    def _give_everything_up(self, reason: str) -> None:
+        for request_id in (*(waiting.work.request_id for waiting in self._waiting), *self.in_use()):
+            self._give_up(request_id, reason)
+
+    # --- the end ----------------------------------------------------------------------------------------------------
+
+    def _over(self) -> bool:
+        """Whether to leave the loop: at once, or when what is open has ended or had its time."""
+        if not self._stopping:
+            return False
+        reason = f"{self.runtime.side} rank {self.runtime.rank} is ending: {self._stopping}"
+        if not self._drained_by_s:
+            self._drained_by_s = now_s() + DRAIN_S
+            for waiting in list(self._waiting):
+                self._give_up(waiting.work.request_id, reason)
+        if not self.in_use():
+            return True
+        if now_s() > self._drained_by_s and not self._gave_up:
+            self._gave_up = True
+            self._give_everything_up(reason)
+        return now_s() > self._drained_by_s + QUIET_S
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        self._stopping = f"signal {signal.Signals(number).name}"
+        """Take note; the next signal of this kind ends the process at once."""
+        signal.signal(number, signal.SIG_DFL)
+        self._stopping = self._stopping or f"signal {signal.Signals(number).name}"
         self.wake()
 
 
-def evidence_report(evidence: Evidence) -> EvidenceReport:
-    """Return `evidence` in its wire form: digests of one (layer, role, head) joined."""
-    rows: dict[tuple[int, str, int], list[tuple[int, bytes]]] = {}
-    for (layer, role, head, ordinal), digest in evidence.digests.items():
-        rows.setdefault((layer, role, head), []).append((ordinal, digest))
-    return EvidenceReport(
-        checked_bytes=evidence.checked_bytes,
-        mismatched_bytes=evidence.mismatched_bytes,
-        first_mismatch=evidence.first_mismatch,
-        digests=tuple(
-            DigestReport(
-                layer=layer,
-                role=role,
-                head=head,
-                ordinals=tuple(ordinal for ordinal, _ in row),
-                digests=b"".join(digest for _, digest in row),
-            )
-            for (layer, role, head), row in rows.items()
-        ),
-    )
+def describe(error: Exception, what: str) -> str:
+    """Return an error as the reason of a failed request. Whatever a model raises is that request's end, not ours."""
+    if isinstance(error, UnikvError):
+        return f"{what}: {error}"
+    _log.error("%s failed", what, exc_info=error)
+    return f"{what}: {type(error).__name__}: {error}"
 
 
 def now_s() -> float:
     """Return the host's monotonic clock, which all processes of one host share."""
     return time.monotonic()
-
-
-__all__ = ["DRAIN_S", "LegRecord", "UnikvError", "Worker", "evidence_report", "now_s"]

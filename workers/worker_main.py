@@ -19,7 +19,7 @@ from workers.runner_pattern import PatternRunner
 _log = logging.getLogger(__name__)
 
 SWITCH_INTERVAL_S: Final = 0.0002
-"""How long Python code of the model may keep the transfer's thread waiting. The default of 5 ms is longer than a copy."""
+"""How long the model's Python code may keep the transfer's thread waiting; the default, 5 ms, is longer than a copy."""
 
 
 def run_worker(pair: PairConfig, side: Side, rank: int, rendezvous_url: str, *, serve: bool) -> int:
@@ -32,7 +32,8 @@ def run_worker(pair: PairConfig, side: Side, rank: int, rendezvous_url: str, *, 
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     with ExitStack() as stack:
-        rendezvous = _meet(rendezvous_url, serve=serve)
+        meet = Rendezvous.serve if serve else Rendezvous.join
+        rendezvous = stack.enter_context(meet(rendezvous_url))
         runner = make_runner(pair, side)
         runtime = stack.enter_context(RankRuntime(pair, side, rank, instance=f"{side}-0"))
         runtime.bind(runner)
@@ -54,10 +55,3 @@ def make_runner(pair: PairConfig, side: Side) -> Runner:
         _log.info("loading %s", pair.runner.model)
         return ModelRunner(load_runner(pair.runner, pair.side(side)))
     return PatternRunner()
-
-
-def _meet(url: str, *, serve: bool) -> Rendezvous:
-    if not serve:
-        return Rendezvous.join(url)
-    host, _, port = url.removeprefix("tcp://").rpartition(":")
-    return Rendezvous.serve(host, int(port) if port.isdigit() else 0)

@@ -2,111 +2,58 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Final
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final, Protocol
 
 from transfer.hello import Side
 from unikv.ids import RequestId
-from workers.client import FleetClient
-from workers.control import DecodeReport, EvidenceReport, PromptReport, RunDecode, RunPrompt
-from workers.evidence import DIGEST_BYTES, DigestKey, compare
+from workers.client import Report, WorkerName
+from workers.control import ControlMessage, GiveUp, RunDecode, RunPrompt
 from workers.fleet import Death
-from workers.runner import Evidence
+from workers.request_record import Job, RequestRecord
+
+__all__ = ["GRACE_S", "Job", "RequestRecord", "WorkloadDriver"]
 
 GRACE_S: Final = 2.0
 """How long the survivors of a dead worker may take to report what became of the open requests."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """One request of a workload; `prompt` is empty for runners that need a length only."""
-
-    prompt: tuple[int, ...]
-    prompt_tokens: int
-    max_new_tokens: int
-
-
-@dataclass(slots=True)
-class RequestRecord:
-    """What became of one request on all ranks."""
-
-    request_id: RequestId
-    job: Job
-    submitted_s: float
-    prompts: dict[int, PromptReport] = field(default_factory=dict)
-    decodes: dict[int, DecodeReport] = field(default_factory=dict)
-    abandoned: str = ""
-    finished_s: float = 0.0
+class Client(Protocol):
+    """What a workload needs of `workers.client.FleetClient`."""
 
     @property
-    def reason(self) -> str:
-        """Why the request failed, "" where it did not: the most telling of the ranks' reasons."""
-        reports: list[PromptReport | DecodeReport] = [*self.prompts.values(), *self.decodes.values()]
-        reasons = [report.reason for report in reports if report.reason]
-        return next((reason for reason in reasons if "cancelled by" not in reason), "") or (
-            reasons[0] if reasons else self.abandoned
-        )
+    def gone(self) -> dict[WorkerName, str]:
+        """Workers whose control link broke, with the reason."""
+        ...
 
-    @property
-    def tokens(self) -> tuple[int, ...]:
-        """Tokens the request produced: those of the rank that decoded."""
-        return max((report.tokens for report in self.decodes.values()), key=len, default=())
+    def send(self, side: Side, message: ControlMessage) -> None:
+        """Send to every rank of a side."""
+        ...
 
-    @property
-    def bytes(self) -> int:
-        """Useful bytes moved, over all pairs of ranks."""
-        return sum(leg.bytes for report in self.decodes.values() for leg in report.legs)
-
-    @property
-    def draft_bytes(self) -> int:
-        """Those of `bytes` that belong to draft layers."""
-        return sum(leg.draft_bytes for report in self.decodes.values() for leg in report.legs)
-
-    @property
-    def prefill_s(self) -> float:
-        """Seconds the slowest context rank computed."""
-        return max((report.prefill_s for report in self.prompts.values()), default=0.0)
-
-    def stages(self) -> dict[str, float]:
-        """Return seconds per stage: of the slowest rank, moves of one context rank one after the other."""
-        by_context: dict[int, float] = {}
-        queue_s = plan_s = 0.0
-        for report in self.decodes.values():
-            for leg in report.legs:
-                if leg.times is not None:
-                    by_context[leg.peer] = by_context.get(leg.peer, 0.0) + leg.times.move_s
-                    queue_s, plan_s = max(queue_s, leg.times.queue_s), max(plan_s, leg.times.plan_s)
-        settle_s = max((report.settle_s for report in self.decodes.values()), default=0.0)
-        move_s = max(by_context.values(), default=0.0)
-        return {"queue_s": queue_s, "plan_s": plan_s, "move_s": move_s, "settle_s": settle_s}
-
-    def ttft_s(self) -> float | None:
-        """Return seconds from submission to usable pages and a first token on the generation side."""
-        usable = [report.usable_s for report in self.decodes.values() if report.tokens]
-        return max(usable) - self.submitted_s if usable and not self.reason else None
-
-    def verification(self) -> tuple[bool, int, str]:
-        """Return (every byte proven, bytes not proven, the first such place)."""
-        known: dict[DigestKey, bytes] = {}
-        for prompt in self.prompts.values():
-            known |= _digests(prompt.evidence)
-        checked = mismatched = 0
-        first = ""
-        for decode in self.decodes.values():
-            if decode.evidence is None:
-                return False, mismatched, first or "no evidence"
-            wrong, place = compare(known, _evidence(decode.evidence))
-            checked, mismatched, first = checked + decode.evidence.checked_bytes, mismatched + wrong, first or place
-        return not self.reason and checked > 0 and mismatched == 0, mismatched, first
+    def poll(self) -> list[Report]:
+        """Return the reports that arrived."""
+        ...
 
 
-class Workload:
-    """Runs jobs through the workers of one pair."""
+class WorkloadDriver:
+    """Runs jobs through the workers of one pair. It may run several workloads, one after the other."""
 
-    def __init__(self, client: FleetClient, ranks: dict[Side, int], deaths: Callable[[], Sequence[Death]]) -> None:
-        self._client, self._ranks, self._deaths = client, ranks, deaths
+    def __init__(
+        self,
+        client: Client,
+        ranks: Mapping[Side, int],
+        deaths: Callable[[], Sequence[Death]],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._client, self._deaths, self._clock = client, deaths, clock
+        self._workers = {(side, rank) for side, count in ranks.items() for rank in range(count)}
+        self._ids = itertools.count(1)  # never the same twice: workers remember requests that are over
+        self._open: dict[RequestId, RequestRecord] = {}
+        self._given_up: set[RequestId] = set()
 
     def run(
         self, jobs: Iterable[Job], *, concurrency: int, timeout_s: float, on_finished: Callable[[RequestRecord], None]
@@ -118,88 +65,89 @@ class Workload:
             timeout_s: longest silence of all workers.
             on_finished: called as requests finish, for progress.
         """
-        waiting = list(enumerate(jobs, start=1))
-        waiting.reverse()
-        records: dict[RequestId, RequestRecord] = {}
-        open_: dict[RequestId, RequestRecord] = {}
-        last_news_s, dead_since_s = time.monotonic(), 0.0
-        while waiting or open_:
-            while waiting and len(open_) < concurrency and not dead_since_s:
-                record = self._submit(RequestId(waiting[-1][0]), waiting.pop()[1])
-                records[record.request_id] = open_[record.request_id] = record
-            for report in self._client.poll():
-                last_news_s = time.monotonic()
-                self._take(report, open_, on_finished)
-            if not dead_since_s and (self._deaths() or self._client.gone):
-                dead_since_s = time.monotonic()
-            verdict = self._give_up(dead_since_s, last_news_s, timeout_s)
-            if verdict:
-                self._abandon([*open_.values(), *self._unsent(waiting, records)], verdict)
+        waiting, records = deque(jobs), list[RequestRecord]()
+        news_s, death_s = self._clock(), 0.0
+        while (waiting and not death_s) or self._open:
+            while waiting and len(self._open) < concurrency and not death_s:
+                records.append(self._submit(waiting.popleft()))
+            reports = self._client.poll()
+            news_s = self._clock() if reports else news_s
+            for report in reports:
+                self._take(report)
+            if not death_s and self._dead():
+                death_s = self._clock()
+                self._give_up([*self._open], self._verdict())
+            self._finish(on_finished)
+            if self._clock() - news_s > timeout_s or (death_s and self._clock() - death_s > GRACE_S):
                 break
-        return list(records.values())
+        verdict = self._verdict() or f"no worker reported anything for {timeout_s:g} s"
+        self._abandon(verdict)
+        return [*records, *(self._unsent(job, verdict) for job in waiting)]
 
-    def _submit(self, request_id: RequestId, job: Job) -> RequestRecord:
-        record = RequestRecord(request_id, job, time.monotonic())
-        prompt = {"prompt": job.prompt, "prompt_tokens": job.prompt_tokens, "verify": True}
+    def _submit(self, job: Job) -> RequestRecord:
+        record = RequestRecord(RequestId(next(self._ids)), job, self._clock())
+        self._open[record.request_id] = record
         # Both sides at once: pages are reserved while the prompt is computed, and move the moment it is.
-        self._client.send(
-            Side.GENERATION,
-            RunDecode(request_id=request_id, max_new_tokens=job.max_new_tokens, **prompt),  # type: ignore[arg-type]
+        decode = RunDecode(
+            request_id=record.request_id,
+            prompt=job.prompt,
+            prompt_tokens=job.prompt_tokens,
+            max_new_tokens=job.max_new_tokens,
+            verify=True,
         )
-        self._client.send(Side.CONTEXT, RunPrompt(request_id=request_id, **prompt))  # type: ignore[arg-type]
+        prompt = RunPrompt(
+            request_id=record.request_id, prompt=job.prompt, prompt_tokens=job.prompt_tokens, verify=True
+        )
+        self._client.send(Side.GENERATION, decode)
+        self._client.send(Side.CONTEXT, prompt)
         return record
 
-    def _take(
-        self,
-        report: PromptReport | DecodeReport,
-        open_: dict[RequestId, RequestRecord],
-        on_finished: Callable[[RequestRecord], None],
-    ) -> None:
-        record = open_.get(report.request_id)
+    def _take(self, report: Report) -> None:
+        record = self._open.get(report.request_id)
         if record is None:
-            return
-        if isinstance(report, PromptReport):
-            record.prompts[report.rank] = report
-        else:
-            record.decodes[report.rank] = report
-        if len(record.prompts) == self._ranks[Side.CONTEXT] and len(record.decodes) == self._ranks[Side.GENERATION]:
-            record.finished_s = time.monotonic()
-            del open_[record.request_id]
-            on_finished(record)
+            return  # of a run that is over
+        record.add(report)
+        if report.reason:
+            # The other ranks need not wait for what cannot come any more.
+            self._give_up([record.request_id], record.reason)
 
-    def _give_up(self, dead_since_s: float, last_news_s: float, timeout_s: float) -> str:
-        now_s = time.monotonic()
-        if dead_since_s and now_s - dead_since_s > GRACE_S:
-            deaths = [f"{death.side} rank {death.rank} died ({death.reason})" for death in self._deaths()]
-            gone = [f"{side} rank {rank} is gone ({reason})" for (side, rank), reason in self._client.gone.items()]
-            return "; ".join(deaths or gone)
-        return f"no worker reported anything for {timeout_s} s" if now_s - last_news_s > timeout_s else ""
+    def _give_up(self, request_ids: Iterable[RequestId], reason: str) -> None:
+        for request_id in request_ids:
+            if request_id not in self._given_up:
+                self._given_up.add(request_id)
+                for side in Side:
+                    self._client.send(side, GiveUp(request_id=request_id, reason=reason))
 
-    def _unsent(
-        self, waiting: Sequence[tuple[int, Job]], records: dict[RequestId, RequestRecord]
-    ) -> list[RequestRecord]:
-        unsent = [RequestRecord(RequestId(number), job, time.monotonic()) for number, job in reversed(waiting)]
-        records.update({record.request_id: record for record in unsent})
-        return unsent
+    def _finish(self, on_finished: Callable[[RequestRecord], None]) -> None:
+        """Close the records of requests on which every rank that lives has reported."""
+        dead = self._dead()
+        for record in list(self._open.values()):
+            missing = self._workers - record.reporters()
+            if missing <= dead.keys():
+                record.abandoned = self._verdict() if missing else ""
+                record.finished_s = self._clock()
+                self._forget(record)
+                on_finished(record)
 
-    def _abandon(self, records: Iterable[RequestRecord], verdict: str) -> None:
-        for record in records:
+    def _forget(self, record: RequestRecord) -> None:
+        del self._open[record.request_id]
+        self._given_up.discard(record.request_id)
+
+    def _dead(self) -> dict[WorkerName, str]:
+        """Return who is dead or gone, and of what."""
+        deaths = {(death.side, death.rank): f"died ({death.reason})" for death in self._deaths()}
+        return {name: f"is gone ({reason})" for name, reason in self._client.gone.items()} | deaths
+
+    def _verdict(self) -> str:
+        return "; ".join(f"{side} rank {rank} {fate}" for (side, rank), fate in self._dead().items())
+
+    def _abandon(self, verdict: str) -> None:
+        self._give_up([*self._open], verdict)
+        for record in list(self._open.values()):
             record.abandoned = verdict
+            self._forget(record)
 
-
-def _digests(report: EvidenceReport | None) -> dict[DigestKey, bytes]:
-    found: dict[DigestKey, bytes] = {}
-    for row in report.digests if report else ():
-        for index, ordinal in enumerate(row.ordinals):
-            digest = row.digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
-            found[row.layer, row.role, row.head, ordinal] = digest
-    return found
-
-
-def _evidence(report: EvidenceReport) -> Evidence:
-    return Evidence(
-        checked_bytes=report.checked_bytes,
-        mismatched_bytes=report.mismatched_bytes,
-        first_mismatch=report.first_mismatch,
-        digests=_digests(report),
-    )
+    def _unsent(self, job: Job, verdict: str) -> RequestRecord:
+        record = RequestRecord(RequestId(next(self._ids)), job, self._clock())
+        record.abandoned = verdict
+        return record

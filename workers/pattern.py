@@ -1,0 +1,105 @@
+"""The bytes of pattern rows: every row of KV says which request, role, layer, head and token it is.
+
+::
+
+    place   | request 10 | role 8 | layer 12 | head 12 | token 22 |      64 bits
+    row     | scramble(place) | + STEP | + 2 * STEP | ...               64-bit words, cut off at the row's end
+
+`scramble` can be undone, so a misplaced row names itself.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+from zlib import crc32
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unikv.ids import RequestId
+from unikv.layer_spec import STANDARD_ROLES
+from workers.page_bytes import BufferBytes, Bytes, LiveUnits
+
+BITS: Final = {"request": 10, "role": 8, "layer": 12, "head": 12, "token": 22}
+"""Width of each number in a place; the request's is its id modulo 1024."""
+_FIRST_EXTRA_ROLE: Final = 16
+_WORD_BYTES: Final = 8
+_MASK: Final = 2**64 - 1
+_STEP: Final = 0x9E3779B97F4A7C15
+_FACTORS: Final = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+_SHIFTS: Final = (30, 27, 31)
+Words = NDArray[np.uint64]
+
+
+class Place(NamedTuple):
+    """What a row says of itself. `request` is the id modulo 1024, `role` a number."""
+
+    request: int
+    role: int
+    layer: int
+    head: int
+    token: int
+
+
+def scramble(places: Words) -> Words:
+    """Return one well-mixed word per place, all different (finaliser of splitmix64, Steele et al. 2014)."""
+    words = places + np.uint64(_STEP)
+    for shift, factor in zip(_SHIFTS, _FACTORS, strict=False):
+        words = (words ^ words >> np.uint64(shift)) * np.uint64(factor)
+    return words ^ words >> np.uint64(_SHIFTS[-1])
+
+
+def unscramble(word: int) -> Place:
+    """Return the place whose row begins with `word`."""
+    word = _undo_shift(word, _SHIFTS[-1])
+    for shift, factor in zip(reversed(_SHIFTS[:-1]), reversed(_FACTORS), strict=True):
+        word = _undo_shift(word * pow(factor, -1, 2**64) & _MASK, shift)
+    packed, fields = (word - _STEP) & _MASK, []
+    for bits in reversed(BITS.values()):
+        fields.append(packed & (1 << bits) - 1)
+        packed >>= bits
+    return Place(*reversed(fields))
+
+
+def role_number(role: str) -> int:
+    """Return the number of a role, the same on every rank, whichever roles it holds."""
+    if role in STANDARD_ROLES:
+        return STANDARD_ROLES.index(role)
+    return _FIRST_EXTRA_ROLE + crc32(role.encode()) % ((1 << BITS["role"]) - _FIRST_EXTRA_ROLE)
+
+
+def request_number(request_id: RequestId) -> int:
+    """Return what a place keeps of a request's id."""
+    return int(request_id) % (1 << BITS["request"])
+
+
+def expected_rows(buffer: BufferBytes, live: LiveUnits, request_id: RequestId) -> Bytes:
+    """Return the pattern of live units, ``[units, heads, unit_tokens, row_bytes]``."""
+    heads = np.arange(buffer.heads.lo, buffer.heads.hi, dtype=np.uint64)
+    steps = np.arange(live.unit_tokens, dtype=np.uint64)
+    tokens = live.units[:, None].astype(np.uint64) * np.uint64(live.unit_tokens) + steps
+    common = request_number(request_id)
+    for field, number in (("role", role_number(buffer.role)), ("layer", buffer.layer_id)):
+        common = common << BITS[field] | number
+    common <<= BITS["head"] + BITS["token"]
+    places = np.uint64(common) | heads[None, :, None] << np.uint64(BITS["token"]) | tokens[:, None, :]
+    words = np.arange(-(-buffer.row_bytes // _WORD_BYTES), dtype=np.uint64) * np.uint64(_STEP)
+    rows: Bytes = (scramble(places)[..., None] + words).view(np.uint8)[..., : buffer.row_bytes]
+    return rows
+
+
+def read_row(row: bytes) -> Place | None:
+    """Return the place a row begins like, None where it begins like none. Rows below 8 bytes cannot tell."""
+    words = [int.from_bytes(row[at : at + _WORD_BYTES], "little") for at in (0, _WORD_BYTES)]
+    followed = len(row) >= 2 * _WORD_BYTES
+    if len(row) < _WORD_BYTES or (followed and (words[1] - words[0]) & _MASK != _STEP):
+        return None
+    return unscramble(words[0])
+
+
+def _undo_shift(word: int, shift: int) -> int:
+    """Undo ``word ^ word >> shift``."""
+    found = word
+    for _ in range(64 // shift):
+        found = word ^ found >> shift
+    return found
