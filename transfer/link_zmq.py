@@ -54,6 +54,8 @@ HEARTBEAT_INTERVAL_S: Final = 5.0
 HEARTBEAT_TIMEOUT_S: Final = 30.0
 """A peer whose I/O thread has been silent for so long is gone (frozen process, cut cable)."""
 HANDSHAKE_TIMEOUT_S: Final = 10.0
+FAREWELL_S: Final = 0.01
+"""How long a closing link looks for peers that go away at the same moment; their last messages are dropped."""
 COPY_BELOW_BYTES: Final = 64 * 1024
 """Shorter frames are copied when sent: that is cheaper than tracking them."""
 RECEIVE_QUEUE_MESSAGES: Final = 4096
@@ -230,7 +232,8 @@ class ZmqLink:
         self._connections = 0
         self._outgoing: dict[str, _OutgoingSession] = {}
         self._dropped_messages = 0
-        self._wake_lock = threading.Lock()
+        # Reentrant: a signal handler may call `wake` while its own thread is inside `wake` or `close`.
+        self._wake_lock = threading.RLock()
         self._wake_fd: int | None = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller = zmq.Poller()
         self._poller.register(self._router, zmq.POLLIN)
@@ -303,6 +306,10 @@ class ZmqLink:
         deadline_s = time.monotonic() + CLOSE_TIMEOUT_S
         while not self._closed and self._has_backlog() and time.monotonic() < deadline_s:
             self._turn(deadline_s)
+        # libzmq would wait the whole second for a peer that is just going away too: see who is gone.
+        look_until_s = min(deadline_s, time.monotonic() + FAREWELL_S)
+        while not self._closed and self._outgoing and time.monotonic() < look_until_s:
+            self._turn(look_until_s)
         self._shut(linger_s=max(0.0, deadline_s - time.monotonic()))
 
     def abort(self) -> None:
@@ -366,9 +373,9 @@ class ZmqLink:
         self._router.close(linger=0)
         self._socket_file.remove()
         with self._wake_lock:
-            if self._wake_fd is not None:
-                os.close(self._wake_fd)
-            self._wake_fd = None
+            wake_fd, self._wake_fd = self._wake_fd, None
+            if wake_fd is not None:
+                os.close(wake_fd)
         if self._own_context:
             self._context.term()
 

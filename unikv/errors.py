@@ -50,12 +50,14 @@ class CapacityError(UnikvError):
     Attributes:
         needed_pages: pages the call needed in the group that ran short.
         free_pages: pages that were free there.
+        permanent: the pool is too small whatever is freed; waiting does not help.
     """
 
-    def __init__(self, message: str, *, needed_pages: int, free_pages: int) -> None:
+    def __init__(self, message: str, *, needed_pages: int, free_pages: int, permanent: bool = False) -> None:
         super().__init__(message)
         self.needed_pages = needed_pages
         self.free_pages = free_pages
+        self.permanent = permanent
 
 
 class IncompatiblePeerError(UnikvError):

@@ -202,4 +202,4 @@ def _shortage(allocator: SlotAllocator, thing: str, total: int, needed: int, fre
     else:
         text = f"{thing}: needs {needed} pages of {allocator.name}, where {free} of {exist} are free; "
         text += "wait for pages or free some"
-    return CapacityError(text, needed_pages=needed, free_pages=free)
+    return CapacityError(text, needed_pages=needed, free_pages=free, permanent=total > exist)
