@@ -105,7 +105,7 @@ def test_pages_with_nothing_to_move() -> None:
 def test_presets() -> None:
     text = shown(render.presets(presets_report()))
     assert "pattern-small Pages filled with a pattern" in text
-    assert "cases of pattern-small: tp2-tp4-direct" in text
+    assert "cases of pattern-small: tp1-tp1-direct" in text
 
 
 @given(numbers=st.frozensets(st.integers(0, 60)))
