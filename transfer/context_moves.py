@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from typing import Final
 
 import numpy as np
 
@@ -16,23 +17,34 @@ from transfer.options import TransferOptions
 from transfer.pages import PagePairs, SlotArray, pair_pages
 from transfer.paths import DirectMove, Move, Regions, SendChunk, StagedMove
 from transfer.staging import HostChunkPool
+from transfer.wire import MAX_PAYLOAD_BYTES
 from unikv.errors import RemoteProtocolError, explain
 from unikv.ids import GroupId
+
+DIRECT_STEP_CHUNKS: Final = 8
+"""Chunks a direct move copies in one step. Nothing has to hold them, and a host's memcpy is a third faster once it is
+long enough to write past the caches (tens of MiB); at memory speed a step still takes milliseconds only."""
 
 _NO_SLOTS = np.empty(0, dtype=np.int32)
 _NO_PAGES = PagePairs(src_slot=_NO_SLOTS, src_sub=_NO_SLOTS, dst_slot=_NO_SLOTS, dst_sub=_NO_SLOTS)
 
 
 class MoveQueue:
-    """Makes moves over our regions and keeps them in the order in which they may run."""
+    """Makes moves over our regions and keeps them in the order in which they may run.
+
+    Attributes:
+        chunks: staging chunks of all moves.
+    """
 
     def __init__(self, regions: Regions, copier: Copier, options: TransferOptions) -> None:
         self._regions, self._copier, self._options = regions, copier, options
-        self._chunks = HostChunkPool(chunks=options.staging_chunks, chunk_bytes=options.chunk_bytes)
+        chunk_bytes = min(options.chunk_bytes, MAX_PAYLOAD_BYTES)
+        self.chunks = HostChunkPool(chunks=options.staging_chunks, chunk_bytes=chunk_bytes)
         self._running: deque[tuple[ContextRequest, PeerKey]] = deque()
+        self._in_doubt: list[tuple[ContextRequest, PeerKey]] = []
 
     def __len__(self) -> int:
-        return len(self._running)
+        return len(self._running) + len(self._in_doubt)
 
     def running(self) -> tuple[tuple[ContextRequest, PeerKey], ...]:
         """Return a snapshot of the running moves. First come, first served: finishing one early beats fairness here."""
@@ -46,9 +58,17 @@ class MoveQueue:
         """Take a move out that is over."""
         self._running = deque(item for item in self._running if item[0] is not request or item[1] != key)
 
+    def keep_in_doubt(self, request: ContextRequest, key: PeerKey) -> None:
+        """Take a move out that runs no more, and of which nobody knows whether its last copy still lands.
+
+        It counts as touching its peer for ever: the pages of both sides stay as they are until a process ends.
+        """
+        self.remove(request, key)
+        self._in_doubt.append((request, key))
+
     def touches(self, key: PeerKey) -> bool:
-        """Return whether a move towards this peer is still running."""
-        return any(moving == key for _, moving in self._running)
+        """Return whether a move towards this peer is still running, or in doubt."""
+        return any(moving == key for _, moving in (*self._running, *self._in_doubt))
 
     def make(self, request: ContextRequest, ask: Ask, peer: GenerationPeer, send: SendChunk) -> Move:
         """Pair the pages of both sides and return the move along the peer's path.
@@ -64,7 +84,7 @@ class MoveQueue:
         pages = self._pair(request, {table.group_id: table.slots for table in ask.tables}, peer)
         if peer.memory is None:
             return StagedMove(
-                peer.program, pages, source=self._regions, copier=self._copier, chunks=self._chunks, send=send
+                peer.program, pages, source=self._regions, copier=self._copier, chunks=self.chunks, send=send
             )
         memory, groups = peer.memory, {pair.dst_group for pair in peer.program.pairs}
         return DirectMove(
@@ -73,7 +93,7 @@ class MoveQueue:
             source=self._regions,
             destination={group: memory.regions(group) for group in groups},
             copier=self._copier,
-            chunk_bytes=self._options.chunk_bytes,
+            chunk_bytes=DIRECT_STEP_CHUNKS * self._options.chunk_bytes,
         )
 
     def _pair(
