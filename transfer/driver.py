@@ -7,11 +7,11 @@ queued and run between turns, so nothing in an engine needs a lock.
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
-from typing import Final, Protocol, TypeVar
+from typing import Final, Protocol, TypeVar, cast
 
 from transfer.link import Link
 from unikv.errors import InternalError, LinkClosedError, LocalProtocolError, explain
@@ -49,13 +49,53 @@ class Engine(Protocol):
         ...
 
 
+class _Call:
+    """One queued call. It runs once, or never: not after its caller gave up, and not after the driver ended."""
+
+    def __init__(self, function: Callable[[], object]) -> None:
+        self._function = function
+        self._claim = threading.Lock()
+        self._over = threading.Event()
+        self._value: object = None
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        """Run the function, unless somebody claimed the call before."""
+        if not self._claim.acquire(blocking=False):
+            return
+        try:
+            self._value = self._function()
+        except BaseException as error:
+            self._error = error
+        self._over.set()
+
+    def refuse(self, error: BaseException) -> None:
+        """Let the caller raise `error`, unless the call has run."""
+        if self._claim.acquire(blocking=False):
+            self._error = error
+            self._over.set()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for the end of the call."""
+        return self._over.wait(timeout_s)
+
+    def result(self) -> object:
+        """Return or raise what the function did."""
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+
 class TransferDriver:
     """Runs one engine in a thread of its own until `close`."""
 
     def __init__(self, engine: Engine, *, name: str) -> None:
         self._engine = engine
-        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._calls: deque[_Call] = deque()
+        self._accepting = threading.Lock()
+        self._ended = False
         self._closing = threading.Event()
+        self._close_once = threading.Lock()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -63,47 +103,53 @@ class TransferDriver:
     def call(self, function: Callable[[], _T], *, timeout_s: float = 30.0) -> _T:
         """Run `function` between two turns of the engine and return what it returns or raise what it raises.
 
+        A call that gave up before the engine got to it never runs; one that was running when its time was up ends
+        unheard.
+
         Raises:
             LinkClosedError: the driver is closed.
-            LocalProtocolError: the engine did not get to it within `timeout_s`.
+            LocalProtocolError: the engine did not get to it, or was not ready, within `timeout_s`; or the caller is
+                the engine's own thread, which would wait for itself.
             InternalError: the engine's thread died.
         """
-        self._check_alive()
-        box: queue.SimpleQueue[tuple[bool, object]] = queue.SimpleQueue()
-
-        def job() -> None:
-            try:
-                box.put((True, function()))
-            except BaseException as error:
-                box.put((False, error))
-
-        self._calls.put(job)
+        self._check_thread("call")
+        call = _Call(function)
+        with self._accepting:
+            if self._ended or self._closing.is_set():
+                raise self._end()
+            self._calls.append(call)
         self._engine.link.wake()
-        try:
-            fine, value = box.get(timeout=timeout_s)
-        except queue.Empty:
-            self._check_alive()
+        if not call.wait(timeout_s):
             want = f"an answer within {timeout_s} s"
             text = explain("transfer driver", "call", "no answer", want, "look for a copy that blocks")
-            raise LocalProtocolError(text) from None
-        if not fine:
-            raise value  # type: ignore[misc]  # it is an exception by construction
-        return value  # type: ignore[return-value]
+            call.refuse(LocalProtocolError(text))
+            if not call.wait(0.0):  # it is running
+                raise LocalProtocolError(text)
+        return cast(_T, call.result())
 
     def close(self, reason: str, *, drain_s: float = 5.0) -> bool:
-        """Shut the engine down, drain for up to `drain_s`, close the link; True when everything drained. Idempotent."""
-        if self._thread.is_alive():
-            deadline_s = time.monotonic() + drain_s
-            try:
-                self.call(lambda: self._engine.shut_down(reason), timeout_s=drain_s)
-                while not self.call(self._engine.drained, timeout_s=drain_s) and time.monotonic() < deadline_s:
-                    self._closing.wait(IDLE_POLL_S)
-            except (LinkClosedError, LocalProtocolError, InternalError):
-                _log.warning("transfer driver: shut down without draining")
-            self._closing.set()
-            self._engine.link.wake()
-            self._thread.join(timeout=drain_s)
-        return self._failure is None and self._engine.drained()
+        """Shut the engine down, drain for up to `drain_s`, close the link; True when everything drained. Idempotent.
+
+        Raises:
+            LocalProtocolError: the caller is the engine's own thread.
+        """
+        self._check_thread("close")
+        with self._close_once:
+            if not self._closing.is_set():
+                self._drain(reason, drain_s)
+                self._closing.set()
+                self._engine.link.wake()
+            self._thread.join(timeout=max(drain_s, IDLE_POLL_S))
+            return not self._thread.is_alive() and self._failure is None and self._engine.drained()
+
+    def _drain(self, reason: str, drain_s: float) -> None:
+        deadline_s = time.monotonic() + drain_s
+        try:
+            self.call(lambda: self._engine.shut_down(reason), timeout_s=drain_s)
+            while not self.call(self._engine.drained, timeout_s=drain_s) and time.monotonic() < deadline_s:
+                self._closing.wait(min(IDLE_POLL_S, drain_s))
+        except (LinkClosedError, LocalProtocolError, InternalError) as error:
+            _log.warning("transfer driver: shut down without draining: %s", error)
 
     def _run(self) -> None:
         busy = False
@@ -116,22 +162,35 @@ class TransferDriver:
             _log.exception("transfer driver: the engine failed")
             self._engine.abandon(f"the transfer engine failed: {error!r}")
         finally:
-            self._engine.close()
-            self._engine.link.close()
+            self._refuse_calls()
+            try:
+                self._engine.close()
+            finally:
+                self._engine.link.close()
 
     def _run_calls(self) -> bool:
         """Run the calls that wait; return whether there were any."""
         ran = False
-        while True:
-            try:
-                job = self._calls.get_nowait()
-            except queue.Empty:
-                return ran
-            job()
+        while self._calls:
+            self._calls.popleft().run()
             ran = True
+        return ran
 
-    def _check_alive(self) -> None:
+    def _refuse_calls(self) -> None:
+        """Take no further calls, and answer those that came too late."""
+        with self._accepting:
+            self._ended = True
+        while self._calls:
+            self._calls.popleft().refuse(self._end())
+
+    def _end(self) -> InternalError | LinkClosedError:
         if self._failure is not None:
-            raise InternalError(f"transfer driver: the engine failed: {self._failure!r}") from self._failure
-        if not self._thread.is_alive() or self._closing.is_set():
-            raise LinkClosedError(explain("transfer driver", "state", "closed", "open", "make a new endpoint"))
+            error = InternalError(f"transfer driver: the engine failed: {self._failure!r}")
+            error.__cause__ = self._failure
+            return error
+        return LinkClosedError(explain("transfer driver", "state", "closed", "open", "make a new endpoint"))
+
+    def _check_thread(self, what: str) -> None:
+        if threading.current_thread() is self._thread:
+            cure = "use the endpoint from your own threads, not from a callback"
+            raise LocalProtocolError(explain("transfer driver", f"thread of {what}", "its own", "another one", cure))
