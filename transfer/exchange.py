@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Final
 
 from transfer.hello import RankCard
 from transfer.link import Frame, Link, PeerGone, Received, SendTicket
-from transfer.messages import Envelope, Message
+from transfer.messages import Cancel, Envelope, Failed, Goodbye, HelloNack, Message, Reregister
 from transfer.story import PeerKey
 from transfer.wire import decode, encode
 from unikv.errors import LinkBrokenError, RemoteProtocolError
@@ -19,6 +21,9 @@ _log = logging.getLogger(__name__)
 
 Clock = Callable[[], float]
 """Seconds on a clock that never goes back."""
+
+MAX_REASON_BYTES: Final = 4096
+"""Longest reason that is sent. Reasons quote one another from rank to rank; none may grow until it cannot travel."""
 
 
 class Exchange:
@@ -33,13 +38,32 @@ class Exchange:
         self.refused: Counter[str] = Counter()
 
     def send(self, address: str, message: Message) -> SendTicket | None:
-        """Send `message`; None where the peer is gone, whose PeerGone event tells the rest."""
-        envelope = Envelope(incarnation=self.card.incarnation, rank=self.card.rank, message=message)
-        frames: list[Frame] = encode(envelope)
+        """Send `message`; None where the peer is gone, whose PeerGone event tells the rest.
+
+        Raises:
+            LocalProtocolError: a field of it cannot travel.
+        """
+        return self.post(address, self.pack(message))
+
+    def pack(self, message: Message) -> list[Frame]:
+        """Return the frames of `message` in our name; a reason that is too long is cut.
+
+        Raises:
+            LocalProtocolError: a field of it cannot travel.
+        """
+        match message:
+            case Failed() | Cancel() | Goodbye() | Reregister() | HelloNack():
+                message = replace(message, reason=_cut(message.reason))
+            case _:
+                pass
+        return encode(Envelope(incarnation=self.card.incarnation, rank=self.card.rank, message=message))
+
+    def post(self, address: str, frames: Sequence[Frame]) -> SendTicket | None:
+        """Send what `pack` returned; None where the peer is gone."""
         try:
             return self.link.send(address, frames)
         except LinkBrokenError as error:
-            _log.info("%s rank %d: %s not sent: %s", self.card.side, self.card.rank, type(message).__name__, error)
+            _log.info("%s rank %d: a message was not sent: %s", self.card.side, self.card.rank, error)
             return None
 
     def events(
@@ -71,3 +95,7 @@ class Exchange:
             # Our bug, but one peer's message must not end the service of all others.
             self.refused["internal"] += 1
             _log.exception("%s rank %d: a message handler failed", self.card.side, self.card.rank)
+
+
+def _cut(reason: str) -> str:
+    return reason.encode(errors="replace")[:MAX_REASON_BYTES].decode(errors="ignore")

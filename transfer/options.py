@@ -28,5 +28,5 @@ class TransferOptions:
     def __post_init__(self) -> None:
         for name in ("timeout_s", "chunk_bytes", "staging_chunks", "max_blocks", "hello_timeout_s"):
             value = getattr(self, name)
-            if value <= 0:
+            if not value > 0:  # not a number is no setting either
                 raise ConfigError(explain("transfer options", name, value, "> 0", "leave it out for the default"))

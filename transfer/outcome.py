@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from transfer.messages import AuxData, StageTimes
 from unikv.ids import RequestId
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +60,8 @@ class TransferHandle:
     Two facts arrive separately: the *outcome* (success or failure, final), and *quiet* (no copy and no peer can touch
     the request's pages any more: only then may they be reused). On success quiet comes with the outcome on the
     generation side.
+
+    `on_change` runs in the endpoint's thread after either fact; what it raises is logged and goes no further.
     """
 
     def __init__(self, request_id: RequestId, on_change: Callable[[], None] | None = None) -> None:
@@ -89,9 +94,15 @@ class TransferHandle:
         """Set the outcome (endpoint only)."""
         self._outcome = outcome
         self._decided.set()
-        self._on_change()
+        self._tell()
 
     def settle_quiet(self) -> None:
         """Say that the pages are free of the transfer (endpoint only)."""
         self._quiet.set()
-        self._on_change()
+        self._tell()
+
+    def _tell(self) -> None:
+        try:
+            self._on_change()
+        except Exception:
+            _log.exception("request %d: the caller's callback failed", self.request_id)
