@@ -40,30 +40,52 @@ class GenerationPeer:
 
 
 class ContextPeers:
-    """Registers generation ranks and answers their hello. Owns the mappings of their memory."""
+    """Registers generation ranks and answers their hello. Owns the mappings of their memory.
+
+    A peer that is lost *leaves*: it is no peer any more, but its memory stays mapped until its copies are over.
+    """
 
     def __init__(self, card: RankCard) -> None:
         self._card = card
         self._peers: dict[PeerKey, GenerationPeer] = {}
+        self._leaving: dict[PeerKey, GenerationPeer] = {}
 
     def register(self, card: RankCard) -> HelloAck | HelloNack:
-        """Judge `card`, compile, map; return the answer. Registering the same process again changes nothing."""
-        report = check(self._card, card)
-        if not report.compatible:
-            return HelloNack(card=self._card, report=report, reason="the gate refused this pair of ranks")
+        """Judge `card`, compile, map; return the answer. Registering the same process again changes nothing.
+
+        Whatever is wrong with the card, its sender gets an answer.
+        """
+        report = GateReport(checks=(), draft_kv=DraftKV.OFF)
         key = (card.incarnation, card.rank)
         try:
+            report = check(self._card, card)
+            if not report.compatible:
+                return HelloNack(card=self._card, report=report, reason="the gate refused this pair of ranks")
             peer = self._peers.get(key) or self._open(card, report)
-        except (UnikvError, OSError) as error:
-            _log.warning("context rank %d: cannot serve generation rank %d: %s", self._card.rank, card.rank, error)
-            return HelloNack(card=self._card, report=report, reason=str(error))
+            _, reason = choose_path(self._card, card)
+        except Exception as error:
+            unforeseen = not isinstance(error, UnikvError | OSError)
+            text = "context rank %d: cannot serve generation rank %d: %s"
+            _log.warning(text, self._card.rank, card.rank, error, exc_info=unforeseen)
+            return HelloNack(card=self._card, report=report, reason=repr(error) if unforeseen else str(error))
         self._peers[key] = peer
-        _, reason = choose_path(self._card, card)
         return HelloAck(card=self._card, report=report, digest=peer.program.digest, path=peer.path, path_reason=reason)
 
     def get(self, key: PeerKey) -> GenerationPeer | None:
-        """Return the registered peer, None for a stranger."""
+        """Return the registered peer, None for a stranger and for one that leaves."""
         return self._peers.get(key)
+
+    def leave(self, key: PeerKey) -> None:
+        """From now on `key` is a stranger whose memory stays mapped until `forget`."""
+        self._leaving[key] = self._peers.pop(key)
+
+    def leaving(self) -> tuple[GenerationPeer, ...]:
+        """Return who leaves."""
+        return tuple(self._leaving.values())
+
+    def is_leaving(self, key: PeerKey) -> bool:
+        """Return whether a lost peer of this key is not forgotten yet."""
+        return key in self._leaving
 
     def all(self) -> tuple[GenerationPeer, ...]:
         """Return everybody registered."""
@@ -81,14 +103,16 @@ class ContextPeers:
         return frozenset(peer.key for peer in known if peer.program.lanes)
 
     def forget(self, key: PeerKey) -> None:
-        """Drop a peer whose copies are over, and unmap its memory."""
-        peer = self._peers.pop(key, None)
+        """Drop a peer that left and whose copies are over, and unmap its memory."""
+        peer = self._leaving.pop(key, None)
         if peer is not None and peer.memory is not None:
             peer.memory.close()
 
     def close(self) -> None:
         """Forget everybody."""
         for key in list(self._peers):
+            self.leave(key)
+        for key in list(self._leaving):
             self.forget(key)
 
     def _open(self, card: RankCard, report: GateReport) -> GenerationPeer:

@@ -41,7 +41,11 @@ class LegWork:
 
 @dataclass(slots=True)
 class ContextRequest:
-    """Everything of one request on a context rank. Until `handle` is set its KV is not ready."""
+    """Everything of one request on a context rank. Until `handle` is set its KV is not ready.
+
+    Attributes:
+        broken: a bug of ours left its session in an unknown state: nothing more is done for it, nothing released.
+    """
 
     session: ContextSession
     created_s: float
@@ -52,6 +56,7 @@ class ContextRequest:
     aux: AuxData | None = None
     legs: dict[PeerKey, LegWork] = field(default_factory=dict)
     reports: list[LegReport] = field(default_factory=list)
+    broken: bool = False
 
 
 class RequestBook:
@@ -86,8 +91,8 @@ class RequestBook:
         return waiting[0] if len(waiting) >= MAX_WAITING else None
 
     def end(self, request_id: RequestId, reason: str) -> None:
-        """Close a request, or remember one that never opened."""
+        """Close a request, or remember one that never opened. The first reason stays."""
         self._open.pop(request_id, None)
-        self._ended[request_id] = reason
+        self._ended.setdefault(request_id, reason)
         while len(self._ended) > MAX_ENDED:
             self._ended.popitem(last=False)

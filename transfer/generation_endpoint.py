@@ -16,7 +16,8 @@ from transfer.copier import Copier
 from transfer.driver import TransferDriver
 from transfer.gate import require_compatible
 from transfer.gate_report import DraftKV, GateReport
-from transfer.generation_engine import GenerationEngine, Registration
+from transfer.generation_engine import GenerationEngine
+from transfer.generation_peers import Registration
 from transfer.hello import PathKind, RankCard
 from transfer.link import Link
 from transfer.options import TransferOptions
@@ -122,7 +123,8 @@ class GenerationEndpoint:
             instance: where the prompt is (being) computed.
 
         Raises:
-            LocalProtocolError: the request is being received already, or the instance has gone away since.
+            LocalProtocolError: the request is being received already, the instance has gone away since, or a table
+                ends before the prompt does.
             LinkClosedError: the endpoint is closed.
         """
         handle = TransferHandle(request_id, self._on_change)

@@ -9,7 +9,7 @@ from transfer.exchange import PeerKey
 from transfer.gate import check
 from transfer.gate_report import DraftKV, GateReport
 from transfer.hello import PathKind, RankCard
-from transfer.messages import HelloAck
+from transfer.messages import HelloAck, HelloNack
 from transfer.plan import CopyProgram, Lane, compile_program, scatter_lanes
 from unikv.errors import RemoteProtocolError, explain
 
@@ -36,6 +36,21 @@ class ContextPeer:
     def key(self) -> PeerKey:
         """Who it is, for as long as its process lives."""
         return (self.card.incarnation, self.card.rank)
+
+
+@dataclass(slots=True)
+class Registration:
+    """What became of one hello: open, accepted (`peer`) or refused (`refusal`, with the gate's report)."""
+
+    address: str
+    peer: ContextPeer | None = None
+    answer: HelloNack | None = None
+    refusal: str = ""
+
+    @property
+    def decided(self) -> bool:
+        """Whether the peer has answered, or cannot."""
+        return self.peer is not None or bool(self.refusal)
 
 
 def accept(own: RankCard, address: str, answer: HelloAck) -> ContextPeer:

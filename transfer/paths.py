@@ -6,10 +6,11 @@ first step until `quiet`; stopping a move keeps it from starting further copies,
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,8 +24,10 @@ from transfer.messages import PairAccount
 from transfer.pages import PagePairs, gather_pages
 from transfer.plan import CopyProgram, Lane, gather_lanes
 from transfer.staging import ChunkPool
-from unikv.errors import IncompatiblePeerError
+from unikv.errors import CopyError, IncompatiblePeerError, UnikvError
 from unikv.ids import GroupId
+
+_T = TypeVar("_T")
 
 Regions = Mapping[GroupId, Mapping[int, Region]]
 """Regions of one rank: by group id, then by pool index."""
@@ -64,11 +67,15 @@ class Move(Protocol):
 
     @property
     def quiet(self) -> bool:
-        """Whether no copy of this move is in flight."""
+        """Whether no copy of this move is in flight. One whose copy is in doubt is never quiet again."""
         ...
 
     def step(self) -> MoveState:
-        """Do at most one chunk of work; raise CopyError where a copy failed."""
+        """Do at most one chunk of work.
+
+        Raises:
+            Exception: whatever a copier or link raises; the move is over. `quiet` says whether bytes may still move.
+        """
         ...
 
     def stop(self) -> None:
@@ -76,7 +83,7 @@ class Move(Protocol):
         ...
 
     def credit(self, chunks: int) -> None:
-        """The peer has taken `chunks` chunks off the link."""
+        """The peer has taken `chunks` chunks off the link; never more than `CREDITS` are kept."""
         ...
 
     def account(self) -> tuple[PairAccount, ...]:
@@ -137,6 +144,50 @@ class _Ledger:
         )
 
 
+class CopyInFlight:
+    """At most one copy, from its submission until it has landed, failed, or turned out to be in doubt.
+
+    A refusal of ours means that nothing was copied. An error nobody foresaw proves nothing, so it counts as doubt.
+    """
+
+    def __init__(self) -> None:
+        self._ticket: CopyTicket | None = None
+        self._error: Exception | None = None
+        self._in_doubt = False
+
+    @property
+    def in_doubt(self) -> bool:
+        """Whether bytes may land at any time from now on."""
+        return self._in_doubt
+
+    @property
+    def quiet(self) -> bool:
+        """Whether it is certain that no byte moves. Never raises."""
+        with contextlib.suppress(Exception):  # kept for `landed`
+            self.landed()
+        return self._ticket is None and not self._in_doubt
+
+    def start(self, copier: Copier, job: CopyJob) -> None:
+        """Submit `job`; raise what the copier raises."""
+        self._ticket = self._watch(lambda: copier.submit(job))
+
+    def landed(self) -> bool:
+        """Return whether the copy is over; raise what it raised, again and again."""
+        if self._error is not None:
+            raise self._error
+        if self._ticket is not None and self._watch(self._ticket.done):
+            self._ticket = None
+        return self._ticket is None
+
+    def _watch(self, call: Callable[[], _T]) -> _T:
+        try:
+            return call()
+        except Exception as error:
+            self._ticket, self._error = None, error
+            self._in_doubt = error.in_doubt if isinstance(error, CopyError) else not isinstance(error, UnikvError)
+            raise
+
+
 class DirectMove:
     """Copies straight into the peer's mapped pages."""
 
@@ -156,20 +207,18 @@ class DirectMove:
         self._copier = copier
         self._todo = batches(program, pages, chunk_bytes)
         self._ledger = _Ledger(program)
-        self._running: CopyTicket | None = None
+        self._copy = CopyInFlight()
         self._stopped = False
 
     @property
     def quiet(self) -> bool:
         """Whether no copy is in flight."""
-        return self._running is None or self._running.done()
+        return self._copy.quiet
 
     def step(self) -> MoveState:
         """Submit the next batch once the last one has landed."""
-        if self._running is not None:
-            if not self._running.done():
-                return MoveState.WAITING
-            self._running = None
+        if not self._copy.landed():
+            return MoveState.WAITING
         batch = None if self._stopped else next(self._todo, None)
         if batch is None:
             return MoveState.DONE
@@ -180,7 +229,7 @@ class DirectMove:
             destination=self._destination[pair.dst_group],
             pages=slice_pages(self._pages[batch.pair], batch.first, batch.count),
         )
-        self._running = self._copier.submit(job)
+        self._copy.start(self._copier, job)
         self._ledger.add(batch)
         return MoveState.RUNNING
 
@@ -220,13 +269,14 @@ class StagedMove:
         self._next = next(self._todo, None)
         self._ledger = _Ledger(program)
         self._credits = CREDITS
-        self._gathering: tuple[Batch, NDArray[np.uint8], CopyTicket] | None = None
+        self._copy = CopyInFlight()
+        self._gathering: tuple[Batch, NDArray[np.uint8]] | None = None
         self._stopped = False
 
     @property
     def quiet(self) -> bool:
         """Whether no gather reads our pages."""
-        return self._gathering is None or self._gathering[2].done()
+        return self._copy.quiet
 
     def step(self) -> MoveState:
         """Send the chunk that is gathered, or gather the next one."""
@@ -240,8 +290,12 @@ class StagedMove:
         chunk = self._chunks.take(batch.bytes)
         if chunk is None:
             return MoveState.WAITING
-        self._gathering = (batch, chunk, self._gather(batch, chunk))
-        self._next = next(self._todo, None)
+        self._gathering, self._next = (batch, chunk), next(self._todo, None)
+        try:
+            self._gather(batch, chunk)
+        except BaseException:
+            self._drop_chunk()
+            raise
         return self._send_gathered()
 
     def stop(self) -> None:
@@ -250,13 +304,13 @@ class StagedMove:
 
     def credit(self, chunks: int) -> None:
         """The peer has taken `chunks` chunks off the link."""
-        self._credits += chunks
+        self._credits = min(CREDITS, self._credits + max(0, chunks))
 
     def account(self) -> tuple[PairAccount, ...]:
         """Return pages and bytes sent so far, per group pair."""
         return self._ledger.account()
 
-    def _gather(self, batch: Batch, chunk: NDArray[np.uint8]) -> CopyTicket:
+    def _gather(self, batch: Batch, chunk: NDArray[np.uint8]) -> None:
         pair = self._program.pairs[batch.pair]
         packed = Region(memory=chunk, slot_stride_bytes=pair.page_bytes, num_slots=batch.count)
         job = CopyJob(
@@ -265,13 +319,17 @@ class StagedMove:
             destination={0: packed},
             pages=gather_pages(self._pages[batch.pair], batch.first, batch.count),
         )
-        return self._copier.submit(job)
+        self._copy.start(self._copier, job)
 
     def _send_gathered(self) -> MoveState:
         assert self._gathering is not None
-        batch, chunk, ticket = self._gathering
-        if not ticket.done():
-            return MoveState.WAITING
+        batch, chunk = self._gathering
+        try:
+            if not self._copy.landed():
+                return MoveState.WAITING
+        except BaseException:
+            self._drop_chunk()
+            raise
         self._gathering = None
         if self._stopped:
             self._chunks.give_back(chunk)
@@ -285,3 +343,10 @@ class StagedMove:
         self._credits -= 1
         self._ledger.add(batch)
         return MoveState.RUNNING
+
+    def _drop_chunk(self) -> None:
+        """Give the chunk of a failed gather back, unless bytes may still land in it: then it is never used again."""
+        assert self._gathering is not None
+        if self._copy.quiet:
+            self._chunks.give_back(self._gathering[1])
+        self._gathering = None
