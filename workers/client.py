@@ -29,11 +29,15 @@ Report = PromptReport | DecodeReport
 class FleetClient:
     """Talks to all workers of one pair. One thread uses it; a context manager.
 
+    Args:
+        owner: the workers are ours: they end when we go.
+
     Attributes:
         ready: what each attached worker said of itself.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, owner: bool = True) -> None:
+        self._owner = owner
         self._link = ZmqLink(connect_timeout_s=CONNECT_S)
         self._incarnation = secrets.token_hex(16)
         self._addresses: dict[WorkerName, str] = {}
@@ -49,7 +53,7 @@ class FleetClient:
     def attach(
         self, rendezvous: Rendezvous, ranks: Mapping[Side, int], *, timeout_s: float, alive: Callable[[], None]
     ) -> None:
-        """Find every worker, own it, and wait until all are ready; `alive` is called meanwhile and may raise.
+        """Find every worker, attach to it, and wait until all are ready; `alive` is called meanwhile and may raise.
 
         Raises:
             LinkBrokenError: a worker did not come up within `timeout_s`, or went away.
@@ -85,7 +89,7 @@ class FleetClient:
         return [message for message in messages if isinstance(message, PromptReport | DecodeReport)]
 
     def close(self) -> None:
-        """Close the link; workers we own end by themselves. Idempotent."""
+        """Close the link; workers that are ours end by themselves. Idempotent."""
         self._closed = True
         self._link.close()
 
@@ -104,7 +108,7 @@ class FleetClient:
                 if (side, rank) not in self._addresses:
                     self._addresses[side, rank] = address
                     self._link.connect(address)
-                    self._send_to(address, Attach(reply_to=self._link.address, owner=True))
+                    self._send_to(address, Attach(reply_to=self._link.address, owner=self._owner))
 
     def _read(self, event: Received) -> ControlMessage | None:
         try:
