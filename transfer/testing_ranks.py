@@ -6,7 +6,6 @@ byte of a filled page follows from layer, role, head, token and position, so tha
 
 from __future__ import annotations
 
-import mmap
 import os
 from collections.abc import Callable, Iterator
 from typing import Any, Final
@@ -17,7 +16,16 @@ from numpy.typing import NDArray
 from transfer.cards import build_card
 from transfer.copier import CopyJob, CopyTicket
 from transfer.copy_host import HostCopier
-from transfer.hello import DraftKVMode, MemoryExport, ParallelPosition, PathKind, Side, SpeculativeCard
+from transfer.hello import (
+    DraftKVMode,
+    MemoryExport,
+    ParallelPosition,
+    PathKind,
+    Side,
+    SpeculativeCard,
+    StorageCard,
+)
+from transfer.mapped_storage import MappedStorage
 from transfer.pages import SlotArray, live_ordinals
 from transfer.peer_memory import local_regions, own_host_identity
 from unikv.ids import GroupId, LayerId
@@ -123,7 +131,9 @@ class SmallRank:
         return any(array.any() for array in self.arrays)
 
     def close(self) -> None:
-        """Close the descriptors; the memory goes with its last user."""
+        """Close the descriptors and let go of the memory, which goes with its last user."""
+        self.regions.clear()
+        self.arrays.clear()
         while self._fds:
             os.close(self._fds.pop())
 
@@ -131,8 +141,9 @@ class SmallRank:
         fd = os.memfd_create("unikv-small-rank")
         self._fds.append(fd)
         os.ftruncate(fd, size_bytes)
-        self.arrays.append(np.frombuffer(mmap.mmap(fd, size_bytes), dtype=np.uint8))
-        return MemoryExport(kind="memfd", pid=os.getpid(), fd=fd, inode=os.fstat(fd).st_ino)
+        export = MemoryExport(kind="memfd", pid=os.getpid(), fd=fd, inode=os.fstat(fd).st_ino)
+        self.arrays.append(MappedStorage(StorageCard(size_bytes=size_bytes, export=export)).array)
+        return export
 
     def _rows(
         self, table: dict[GroupId, SlotArray], tokens: int, *, live_only: bool = False
