@@ -23,6 +23,7 @@ import typer
 from unikv.errors import ConfigError, IncompatiblePeerError, SpecError, UnikvError
 from workers import cli_dry, cli_run
 from workers.cli_options import ExitCode
+from workers.config_load import preset_names
 from workers.json_output import spell_out_json
 
 # Some versions of typer bring their own click under a private name; its errors have this ancestor in all of them.
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: command line without the program's name; None for the process's own.
     """
-    words = spell_out_json(sys.argv[1:] if arguments is None else arguments)
+    words = spell_out_json(sys.argv[1:] if arguments is None else arguments, preset_names())
     try:
         code = app(words, prog_name="unikv", standalone_mode=False)
     except _ClickError as error:

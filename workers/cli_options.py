@@ -19,9 +19,9 @@ JsonOption = Annotated[
     str | None,
     typer.Option(
         "--json",
-        metavar="FILE",
+        metavar="[FILE]",
         help="Machine form: one JSON object in FILE, or on stdout where FILE is left out. "
-        "The next word is FILE only if it ends in .json; write --json=FILE for other names.",
+        "The next word is FILE unless it is an option or the pair (ends in .yaml, or is a preset's name).",
     ),
 ]
 

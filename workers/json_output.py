@@ -2,21 +2,22 @@
 
 ``--json`` takes an optional file, and the pair file may stand before or behind it, so one rule tells them apart:
 
-=============================  ===========================================
+=============================  =====================================================================
 arguments                      where the object goes
-=============================  ===========================================
+=============================  =====================================================================
 ``--json``                     stdout, and nothing else goes there
-``--json NAME.json``           the file: the next word ends in ``.json``
-``--json pair.yaml``           stdout: the next word is the pair
-``--json=NAME``                the file, whatever its name ends in
-=============================  ===========================================
+``--json NAME``                the file
+``--json pair.yaml``           stdout: the next word is the pair (by its ending, or a preset's name)
+``--json --case NAME``         stdout: the next word is an option
+``--json=NAME``                the file, whatever its name is
+=============================  =====================================================================
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,23 +27,34 @@ STDOUT: Final = "-"
 """What ``--json`` without a file stands for."""
 
 _OPTION: Final = "--json"
-_FILE_SUFFIX: Final = ".json"
 _PAIR_FILE_SUFFIXES: Final = (".yaml", ".yml")
 
 
-def spell_out_json(arguments: Sequence[str]) -> list[str]:
+def spell_out_json(arguments: Sequence[str], presets: Collection[str] = ()) -> list[str]:
     """Return `arguments` with ``--json`` made ``--json=-`` wherever no file follows: parsers want a value.
 
     Args:
         arguments: words of a command line. Those behind a ``--`` are taken as they are.
+        presets: words that are pairs without looking like a pair file.
     """
     end = arguments.index("--") if "--" in arguments else len(arguments)
     words = list(arguments[:end])
     for number, word in enumerate(words):
         following = words[number + 1] if number + 1 < end else ""
-        if word == _OPTION and following != STDOUT and not following.lower().endswith(_FILE_SUFFIX):
+        if word == _OPTION and not _is_target(following, presets):
             words[number] = f"{_OPTION}={STDOUT}"
     return [*words, *arguments[end:]]
+
+
+def _is_target(word: str, presets: Collection[str]) -> bool:
+    """Return whether the word behind ``--json`` is where the object goes, and not the pair or another option."""
+    if word == STDOUT:
+        return True
+    return bool(word) and not word.startswith("-") and word not in presets and not _looks_like_pair(word)
+
+
+def _looks_like_pair(word: str) -> bool:
+    return Path(word).suffix.lower() in _PAIR_FILE_SUFFIXES
 
 
 def check_target(target: str) -> None:
@@ -57,7 +69,7 @@ def check_target(target: str) -> None:
     if path.is_dir() or not path.parent.is_dir():
         want = "a file in a directory that exists"
         raise ConfigError(explain("result", _OPTION, target, want, "create the directory, or name another file"))
-    if path.suffix.lower() in _PAIR_FILE_SUFFIXES:
+    if _looks_like_pair(target):
         want = "a name that is not a pair file's"
         raise ConfigError(explain("result", _OPTION, target, want, "end it in .json; a pair file follows a space"))
 

@@ -90,8 +90,9 @@ def test_the_pair_may_stand_on_either_side_of_json(unikv: Run, words: str) -> No
 @pytest.mark.parametrize(
     "words", ["check {pair} --json {file}", "check --json {file} {pair}", "check --json={file} {pair}"]
 )
-def test_the_file_may_stand_on_either_side_of_the_pair(unikv: Run, words: str, tmp_path: Path) -> None:
-    file = tmp_path / "out.json"
+@pytest.mark.parametrize("name", ["out.json", "out"])
+def test_the_file_may_stand_on_either_side_of_the_pair(unikv: Run, words: str, name: str, tmp_path: Path) -> None:
+    file = tmp_path / name
     assert unikv(*words.format(pair=GOOD, file=file).split()) == (0, "", "")
     assert parsed(file.read_text(encoding="utf-8"))["compatible"] is True
 
@@ -144,7 +145,7 @@ def test_sides_that_may_not_talk_are_refused(unikv: Run, name: str, message: str
         (["check"], "Missing argument 'PAIR'"),
         (["check", GOOD, "more"], "unexpected extra argument"),
         (["check", GOOD, "--jsn"], "No such option: --jsn"),
-        (["check", GOOD, "--json", "out.txt"], "unexpected extra argument"),
+        (["check", "--json", GOOD, "out.txt"], "unexpected extra argument"),
         (["check", "--json", "out.json"], "Missing argument 'PAIR'"),
         (["check", GOOD, f"--json={GOOD}"], "expected a name that is not a pair file's"),
         (["check", GOOD, "--json", "/nowhere/at/all.json"], "create the directory"),

@@ -1,4 +1,4 @@
-"""Where a result goes: stdout, or a file that is told from the pair by its ending."""
+"""Where a result goes: stdout, or a file that is told from the pair by the pair's ending or name."""
 
 from __future__ import annotations
 
@@ -24,6 +24,11 @@ WORDS = st.sampled_from(["check", "pair.yaml", "out.json", "-", "--json", "--", 
         ("check pair.yaml --json out.json", "check pair.yaml --json out.json"),
         ("check --json out.json pair.yaml", "check --json out.json pair.yaml"),
         ("check --json OUT.JSON pair.yaml", "check --json OUT.JSON pair.yaml"),
+        ("check pair.yaml --json out", "check pair.yaml --json out"),
+        ("check pair.yaml --json out.txt", "check pair.yaml --json out.txt"),
+        ("check --json /dev/stdout smollm2", "check --json /dev/stdout smollm2"),
+        ("check --json PAIR.YML", "check --json=- PAIR.YML"),
+        ("check --json smollm2 --case a", "check --json=- smollm2 --case a"),
         ("check --json --case a pair.yaml", "check --json=- --case a pair.yaml"),
         ("check pair.yaml --json -", "check pair.yaml --json -"),
         ("check pair.yaml --json=out.txt", "check pair.yaml --json=out.txt"),
@@ -32,15 +37,15 @@ WORDS = st.sampled_from(["check", "pair.yaml", "out.json", "-", "--json", "--", 
         ("", ""),
     ],
 )
-def test_the_next_word_is_the_file_if_it_ends_in_json(words: str, expected: str) -> None:
-    assert spell_out_json(words.split()) == expected.split()
+def test_the_next_word_is_the_file_unless_it_is_a_pair_or_an_option(words: str, expected: str) -> None:
+    assert spell_out_json(words.split(), ["smollm2"]) == expected.split()
 
 
 @given(words=st.lists(WORDS, max_size=8))
 def test_nothing_but_lonely_options_changes(words: list[str]) -> None:
-    spelled = spell_out_json(words)
+    spelled = spell_out_json(words, ["smollm2"])
     assert [word.replace("--json=-", "--json") for word in spelled] == words
-    assert spell_out_json(spelled) == spelled
+    assert spell_out_json(spelled, ["smollm2"]) == spelled
 
 
 def test_a_file_holds_one_object_and_nothing_else(tmp_path: Path) -> None:
