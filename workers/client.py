@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 _POLL_S: Final = 0.1
 _LOOK_S: Final = 0.01
-"""Pause between two looks for workers that have not announced themselves yet."""
+"""Pause between two looks for workers that are not up yet."""
 CONNECT_S: Final = 30.0
 
 WorkerName = tuple[Side, int]
@@ -63,8 +63,7 @@ class FleetClient:
         while len(self.ready) < len(names):
             alive()
             self._look(rendezvous, ranks)
-            found_all = len(self._addresses) == len(names)
-            self.poll(_POLL_S if found_all else _LOOK_S)
+            self.poll(_LOOK_S)
             if self._gone:
                 (side, rank), reason = next(iter(self._gone.items()))
                 raise LinkBrokenError(f"{side} rank {rank} went away during start: {reason}; see its log")

@@ -46,6 +46,10 @@ class ContextWorker(Worker[RunPrompt]):
         """Generation ranks come to us; there is nobody to connect to."""
         return Ready(side=self.runtime.side, rank=self.runtime.rank, device=self.runtime.card.device)
 
+    def capacity_tokens(self, work: RunPrompt) -> int:
+        """Return the prompt and what a drafter writes behind it."""
+        return self.runtime.manager.context_capacity(0, work.prompt_tokens)
+
     def take(self, work: RunPrompt) -> bool:
         """Compute one prompt and publish it."""
         started_s = now_s()

@@ -22,6 +22,7 @@ from workers.topology import positions
 
 _log = logging.getLogger(__name__)
 
+NURSERY: Final = "workers.nursery"
 _TAIL_LINES: Final = 12
 _TAIL_BYTES: Final = 16 * 1024
 
@@ -93,7 +94,7 @@ class FleetManager:
                 plan["workers"].append({"words": words, "log": worker.log.fileno()})
         self._nursery_log = self._open_log("start", log_dir)
         self._nursery = subprocess.Popen(
-            [sys.executable, "-m", "workers.nursery"],
+            [sys.executable, "-m", NURSERY],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._nursery_log,

@@ -92,13 +92,17 @@ class GenerationWorker(Worker[RunDecode]):
             ),
         )
 
+    def capacity_tokens(self, work: RunDecode) -> int:
+        """Return the prompt and the first step."""
+        manager = self.runtime.manager
+        draft = manager.speculation.max_draft_tokens if manager.speculation else 0
+        return manager.generation_capacity(work.prompt_tokens, draft)
+
     def take(self, work: RunDecode) -> bool:
         """Reserve pages for the prompt and the first step, and ask for the request."""
-        manager = self.runtime.manager
-        request = manager.create_request(work.request_id)
+        request = self.runtime.manager.create_request(work.request_id)
         try:
-            draft = manager.speculation.max_draft_tokens if manager.speculation else 0
-            request.resize(manager.generation_capacity(work.prompt_tokens, draft), work.prompt_tokens)
+            request.resize(self.capacity_tokens(work), work.prompt_tokens)
             tables, asked_s = request.page_tables(), now_s()
             handle = self._endpoint.receive(work.request_id, tables, work.prompt_tokens, instance=self.instance)
         except InternalError:

@@ -14,7 +14,15 @@ from types import FrameType
 from typing import Final, Generic, TypeVar
 
 from transfer.link import PeerGone, Received
-from unikv.errors import LinkBrokenError, LocalProtocolError, RemoteProtocolError, UnikvError
+from unikv.errors import (
+    CapacityError,
+    LinkBrokenError,
+    LocalProtocolError,
+    RemoteProtocolError,
+    SpecError,
+    UnikvError,
+    explain,
+)
 from unikv.ids import RequestId
 from workers.control import (
     CODEC,
@@ -135,6 +143,10 @@ class Worker(ABC, Generic[W]):
         """Say what there is to say to a caller that has attached."""
 
     @abstractmethod
+    def capacity_tokens(self, work: W) -> int:
+        """Return how many positions a request needs pages for."""
+
+    @abstractmethod
     def take(self, work: W) -> bool:
         """Begin with a request, or refuse it; return False (nothing was done) where pages in use must come back."""
 
@@ -199,8 +211,27 @@ class Worker(ABC, Generic[W]):
             _log.warning("dropped a %s: request %d is open, or not ours", type(message).__name__, message.request_id)
         elif self._stopping:
             self.refuse(message, f"{self.runtime.side} rank {self.runtime.rank} is ending: {self._stopping}")
+        elif reason := self._never_fits(message):
+            self.refuse(message, reason)
         else:
             self._waiting.append(_Waiting(message, now_s()))
+
+    def _never_fits(self, work: W) -> str:
+        """Return why a request can never have its pages, "" where it can: such a one does not wait for its turn."""
+        longest = self.runtime.pair.side(self.runtime.side).max_seq_len
+        if not 1 <= work.prompt_tokens <= longest:
+            thing, want = f"request {work.request_id}", f"in [1, {longest}]"
+            return explain(thing, "prompt_tokens", work.prompt_tokens, want, "shorten it, or raise max_seq_len")
+        request = self.runtime.manager.create_request(work.request_id)
+        try:
+            request.resize(self.capacity_tokens(work), work.prompt_tokens)
+        except CapacityError as error:
+            return str(error) if error.permanent else ""
+        except SpecError as error:
+            return str(error)
+        finally:
+            request.close()
+        return ""
 
     def _attach(self, message: Attach) -> None:
         if self._caller and self._caller != message.reply_to:

@@ -6,7 +6,6 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -71,8 +70,8 @@ class Memory:
         )
 
 
-@pytest.fixture
-def write_pair(tmp_path: Path) -> Callable[..., str]:
+@pytest.fixture(scope="session")
+def write_pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     """Write the tiny pair with changes (``model__kv_layout="NHD"``; ``...`` drops a key) and return its path."""
 
     def write(name: str = "tiny", **changes: Any) -> str:
@@ -86,14 +85,14 @@ def write_pair(tmp_path: Path) -> Callable[..., str]:
                 del section[last]
             else:
                 section[last] = value
-        path = tmp_path / f"{name}.yaml"
+        path = tmp_path_factory.mktemp("pair") / f"{name}.yaml"
         path.write_text(yaml.safe_dump(content))
         return str(path)
 
     return write
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def tiny_pair(write_pair: Callable[..., str]) -> Callable[..., PairConfig]:
     """Return the tiny pair with changes, loaded."""
     return lambda **changes: load_pair(write_pair(**changes), environ={})
