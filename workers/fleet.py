@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import os
+import select
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,6 +122,19 @@ class FleetManager:
                 if (worker.side, worker.rank) not in known:
                     tail = _tail(worker.log if worker.pid else self._nursery_log)
                     self._deaths.append(_death(worker, f"its parent ended with {_manner(nursery_code)}", tail))
+        return tuple(self._deaths)
+
+    def deaths_of(self, suspects: Iterable[tuple[Side, int]], *, timeout_s: float) -> tuple[Death, ...]:
+        """Return what `deaths` does, but first wait for the `suspects`, those whose link broke, up to `timeout_s`.
+
+        A link breaks before its process can be waited for. A suspect that lives on is no death.
+        """
+        missing, deadline_s = set(suspects), time.monotonic() + timeout_s
+        while missing := missing - {(death.side, death.rank) for death in self.deaths()}:
+            left_s = deadline_s - time.monotonic()
+            if self._nursery is None or left_s <= 0:
+                break
+            select.select([self._pipes()[1]], [], [], left_s)
         return tuple(self._deaths)
 
     def stop(self) -> None:

@@ -22,6 +22,8 @@ from workers.workload import Job, RequestRecord, WorkloadDriver
 
 ATTACH_S: Final = 120.0
 """Longest bring-up: importing and loading a model on a busy machine takes tens of seconds."""
+DEATH_S: Final = 2.0
+"""Longest time from a broken link to the news that its process has ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +97,8 @@ class RunningPair:
             timeout_s=2 * self.pair.transfer.timeout_s,
             on_finished=on_finished,
         )
-        return PairRun(records=tuple(records), paths=self.paths, draft_kv=self.draft_kv, deaths=self.fleet.deaths())
+        deaths = self.fleet.deaths_of(self.client.gone, timeout_s=DEATH_S)
+        return PairRun(records=tuple(records), paths=self.paths, draft_kv=self.draft_kv, deaths=deaths)
 
     def close(self) -> None:
         """End the workers, then the link to them. Idempotent."""

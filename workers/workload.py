@@ -39,7 +39,16 @@ class Client(Protocol):
 
 
 class WorkloadDriver:
-    """Runs jobs through the workers of one pair. It may run several workloads, one after the other."""
+    """Runs jobs through the workers of one pair. It may run several workloads, one after the other.
+
+    Args:
+        client: the link to the workers.
+        ranks: how many workers each side has.
+        deaths: which workers have ended so far.
+        first_id: request ids are counted from here. Workers remember the ids of requests that are over: who attaches
+            to workers that others used before chooses a number that none of them can have reached.
+        clock: seconds that only grow.
+    """
 
     def __init__(
         self,
@@ -47,11 +56,12 @@ class WorkloadDriver:
         ranks: Mapping[Side, int],
         deaths: Callable[[], Sequence[Death]],
         *,
+        first_id: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._client, self._deaths, self._clock = client, deaths, clock
         self._workers = {(side, rank) for side, count in ranks.items() for rank in range(count)}
-        self._ids = itertools.count(1)  # never the same twice: workers remember requests that are over
+        self._ids = itertools.count(first_id)  # never the same twice
         self._open: dict[RequestId, RequestRecord] = {}
         self._given_up: set[RequestId] = set()
 

@@ -92,9 +92,10 @@ def test_a_killed_worker_is_a_death_and_the_others_live(pair: PairConfig) -> Non
         fleet.start(pair, silent.url, [pair.source], None)
         wait_for(fleet, all_started(fleet))
         os.kill(fleet.workers[1].pid, signal.SIGKILL)
-        [death] = wait_for(fleet, bool)
+        [death] = fleet.deaths_of([(Side.CONTEXT, 1)], timeout_s=PATIENCE_S)
         assert (death.side, death.rank, death.reason, death.orderly) == (Side.CONTEXT, 1, "signal SIGKILL", False)
         assert [worker.code for worker in fleet.workers] == [None, -9, None]
+        assert fleet.deaths_of([(Side.CONTEXT, 0)], timeout_s=0.0) == (death,), "a suspect that lives is no death"
 
 
 def test_workers_end_with_their_parent(pair: PairConfig) -> None:
