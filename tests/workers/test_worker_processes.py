@@ -370,11 +370,10 @@ def test_workers_started_by_hand_serve_one_caller_after_the_other(write_pair: Ca
             stack.callback(process.kill)
             processes.append(process)
         rendezvous = stack.enter_context(Rendezvous.join(url))
-        for _ in range(2):
+        for first_id in (1, 1000):  # workers remember the ids of requests that are over
             with FleetClient(owner=False) as client:
                 client.attach(rendezvous, ranks, timeout_s=PATIENCE_S, alive=lambda: None)
-                # Callers number their requests alike; workers remember the ids of those that are over.
-                driver = WorkloadDriver(client, ranks, lambda: ())
+                driver = WorkloadDriver(client, ranks, lambda: (), first_id=first_id)
                 [record] = driver.run([job(50)], concurrency=1, timeout_s=10.0, on_finished=lambda _: None)
                 assert record.verification() == (True, 0, ""), record.reason
         for process in processes:
