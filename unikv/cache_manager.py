@@ -12,18 +12,26 @@ from typing import Self
 
 import numpy as np
 
+from unikv.block_rows import BlockRow
 from unikv.budget import PoolBudget
 from unikv.buffers import PoolStorage, Tensor
-from unikv.errors import InternalError, LocalProtocolError, explain
+from unikv.cached_page import DEFAULT_PRIORITY, CachedPage
+from unikv.errors import LocalProtocolError, SpecError, explain
 from unikv.geometry import TensorGeometry, extra_geometry, flat_geometry, kv_geometry, scale_geometry
 from unikv.ids import NULL_SLOT, GroupId, LayerId, RequestId
 from unikv.layer_spec import KVCacheLayerSpec, KVDtype, KVLayout, LayerOwner
 from unikv.layout import build_layout, bytes_per_token, role_bytes_per_token
 from unikv.legacy import check_against_scalars, specs_from_scalars
+from unikv.page_cache import CacheStatistics, PageCacheManager
+from unikv.page_copy import PageCopier
 from unikv.page_source import PageSource
-from unikv.page_table import SlotRow, valid_slots, write_kernel_row
+from unikv.page_table import SlotRow, write_kernel_row
+from unikv.prefix_match import PrefixMatch, match_prefix, reuse_status
+from unikv.prefix_tree import EVERYBODY, TOKEN_BYTES, ReuseScope, token_bytes
 from unikv.request import KVCacheRequest
-from unikv.slots import SlotAllocator
+from unikv.request_claim import PrefixClaim
+from unikv.request_publish import PrefixPublisher, Priority
+from unikv.reuse_options import DEFAULT_REUSE, PrefixProbe, ReuseOptions
 from unikv.speculation import NO_SPECULATION, SpeculationShape, max_blocks_per_sequence
 
 
@@ -41,7 +49,7 @@ class UnifiedKVCacheManager:
         max_blocks_per_sequence: length of a block-table row.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what an engine decides once
         self,
         specs: Iterable[KVCacheLayerSpec],
         *,
@@ -52,6 +60,7 @@ class UnifiedKVCacheManager:
         device: str = "cpu",
         speculation: SpeculationShape | None = None,
         isolate_draft: bool = True,
+        reuse: ReuseOptions = DEFAULT_REUSE,
     ) -> None:
         """Lay out the cache and allocate its memory.
 
@@ -64,6 +73,7 @@ class UnifiedKVCacheManager:
             device: "cpu", "cuda" or "cuda:<index>".
             speculation: the speculative mode, None without one.
             isolate_draft: give draft layers groups of their own even where a target group has the same key.
+            reuse: how prefixes are reused, and what happens to pages that nobody runs with.
 
         Raises:
             SpecError: any argument is wrong, or the memory cannot be had.
@@ -82,13 +92,17 @@ class UnifiedKVCacheManager:
         headroom_tokens = shape.generation_headroom(hosts_draft)
         self.max_blocks_per_sequence = max_blocks_per_sequence(max_seq_len, headroom_tokens, tokens_per_block)
         slots = pool.slots(self.layout)
+        self.reuse = reuse
+        self._cache = PageCacheManager(self.layout, slots)
+        self.pools = PoolStorage(self.layout, slots, device=device)
         self._source = PageSource(
             layout=self.layout,
-            allocators=tuple(SlotAllocator(n, name=f"pool group {i}") for i, n in enumerate(slots)),
+            cache=self._cache,
+            copy_pages=PageCopier(self.layout, self.pools).copy,
             max_capacity_tokens=self.max_blocks_per_sequence * tokens_per_block,
+            max_utilisation=reuse.max_utilisation,
             pins=set(),
         )
-        self.pools = PoolStorage(self.layout, slots, device=device)
         self._requests: dict[RequestId, KVCacheRequest] = {}
         self._closed = False
 
@@ -264,15 +278,34 @@ class UnifiedKVCacheManager:
         return self._source.allocator(group_id).num_slots
 
     def num_free_pages(self, group_id: GroupId) -> int:
-        """Return the pages a layer group can still get; ``num_slots - 1`` when nothing is used."""
-        return self._source.allocator(group_id).num_free
+        """Return the pages a layer group can still get, idle cached ones included; all but the null slot at first."""
+        return self._cache.available(self.layout.group(group_id).pool_group)
 
     # ---- requests
 
-    def create_request(self, request_id: RequestId) -> KVCacheRequest:
-        """Return a new request without pages; it belongs to the manager until it is closed.
+    def create_request(
+        self,
+        request_id: RequestId,
+        tokens: Sequence[int] | np.ndarray | None = None,
+        *,
+        scope: ReuseScope = EVERYBODY,
+        claim_limit: int | None = None,
+        whole_prompt: bool = False,
+        priority: Priority = lambda _ordinal, _group_id: DEFAULT_PRIORITY,
+    ) -> KVCacheRequest:
+        """Return a new request; it belongs to the manager until it is closed.
+
+        Args:
+            request_id: its name.
+            tokens: the prompt, for prefix reuse. The request begins SUSPENDED with what matches, and may commit. With
+                an empty prompt nothing matches. None: no part in reuse, and ACTIVE without pages.
+            scope: whose prefixes may match, and where this one is published.
+            claim_limit: most tokens that may be taken over.
+            whole_prompt: also take over the last token, which otherwise is computed again for its logits.
+            priority: eviction priority of what it publishes.
 
         Raises:
+            SpecError: tokens are no integers, or a negative limit.
             LocalProtocolError: a request with this id is open, or the manager is closed.
         """
         if self._closed:
@@ -282,9 +315,60 @@ class UnifiedKVCacheManager:
             want = "an id that is not open"
             cure = "close the request before, or use another id"
             raise LocalProtocolError(explain("cache manager", "request_id", request_id, want, cure))
-        request = KVCacheRequest(request_id, self._source, on_close=self._requests.__delitem__)
+        rows = {group.group_id: BlockRow(group) for group in self.layout.groups}
+        publisher, claim = None, None
+        if tokens is not None:
+            keys = token_bytes(tokens)
+            match = self._match(keys, scope, claim_limit, whole_prompt=whole_prompt)
+            partial = self.reuse.partial_blocks
+            publisher = PrefixPublisher(self._cache, rows, scope, priority, partial=partial)
+            publisher.take_over(match, keys)
+            claim = PrefixClaim.of(self._cache, match)
+        request = KVCacheRequest(
+            request_id, self._source, rows, self._requests.__delitem__, publisher=publisher, claim=claim
+        )
         self._requests[request_id] = request
         return request
+
+    def probe(
+        self,
+        tokens: Sequence[int] | np.ndarray,
+        *,
+        scope: ReuseScope = EVERYBODY,
+        claim_limit: int | None = None,
+        whole_prompt: bool = False,
+    ) -> PrefixProbe:
+        """Return what `create_request` with the same arguments would take over, without taking it.
+
+        Raises:
+            SpecError: tokens are no integers, or a negative limit.
+        """
+        match = self._match(token_bytes(tokens), scope, claim_limit, whole_prompt=whole_prompt)
+        tpb = self.layout.tokens_per_block
+        return PrefixProbe(
+            num_tokens=match.num_tokens,
+            divergence_tokens=match.divergence_tokens,
+            lookup_tokens=match.lookup_tokens,
+            status=tuple(reuse_status(match, group, tpb) for group in self.layout.groups),
+        )
+
+    def clear_reusable_blocks(self) -> int:
+        """Forget every published prefix; return how many blocks that were.
+
+        Raises:
+            LocalProtocolError: requests are open; nothing was changed.
+        """
+        if self._requests:
+            got = f"{len(self._requests)} KV cache request(s) still open"
+            raise LocalProtocolError(
+                explain("cache manager", "clear_reusable_blocks()", got, "no request", "close them first")
+            )
+        return self._cache.clear()
+
+    @property
+    def statistics(self) -> CacheStatistics:
+        """Counters of what happened to pages; live."""
+        return self._cache.statistics
 
     def block_table(
         self, group_id: GroupId, request_ids: Sequence[RequestId | None], *, pad_slot: int = NULL_SLOT
@@ -328,21 +412,17 @@ class UnifiedKVCacheManager:
         Raises:
             InternalError: one is broken; the text prints the terms.
         """
-        for allocator in self._source.allocators:
-            allocator.check_integrity()
         referred: Counter[tuple[int, int]] = Counter()
+        holders: Counter[CachedPage] = Counter()
         for request in self._requests.values():
             request.check_integrity()
-            self._count(referred, {g: valid_slots(request.page_table(g)) for g in self._group_ids})
+            referred.update(request.references())
+            held = request.holdings()
+            holders.update(held.held_pages() if held is not None else ())
         for pin in self._source.pins:
-            self._count(referred, pin.slots)
-        for pool_group, allocator in enumerate(self._source.allocators):
-            for slot in range(allocator.num_slots):
-                got, want = allocator.references(slot), referred[pool_group, slot]
-                if got != want:
-                    thing = f"{allocator.name}, slot {slot}"
-                    wanted = f"{want}, the page tables and pins that name it"
-                    raise InternalError(explain(thing, "references", got, wanted, "report this"))
+            for group_id, slots in pin.slots.items():
+                referred.update((self.layout.group(group_id).pool_group, slot) for slot in slots)
+        self._cache.check_integrity(referred, holders)
 
     def close(self) -> None:
         """Give the memory of the pools back. Safe to call twice.
@@ -359,10 +439,6 @@ class UnifiedKVCacheManager:
         self._closed = True
         self.pools.close()
 
-    @property
-    def _group_ids(self) -> tuple[GroupId, ...]:
-        return tuple(group.group_id for group in self.layout.groups)
-
     def _slots_of_layer(self, layer_id: LayerId) -> int:
         return self.num_slots(self.layer_group_id(layer_id))
 
@@ -375,7 +451,20 @@ class UnifiedKVCacheManager:
             raise LocalProtocolError(explain("block table", "request_id", request_id, "an open request", cure))
         return self._requests[request_id]
 
-    def _count(self, referred: Counter[tuple[int, int]], slots: Mapping[GroupId, Sequence[int]]) -> None:
-        for group_id, members in slots.items():
-            pool_group = self.layout.group(group_id).pool_group
-            referred.update((pool_group, slot) for slot in members)
+    def _match(self, keys: bytes, scope: ReuseScope, claim_limit: int | None, *, whole_prompt: bool) -> PrefixMatch:
+        """Look up a prompt: its last token is left to compute, and tokens a drafter reads ahead serve as evidence."""
+        backoff, total = self.reuse.backoff_tokens, len(keys) // TOKEN_BYTES
+        lookup = total if whole_prompt else min(total, max(0, total - 1 + backoff))
+        if claim_limit is not None:
+            if claim_limit < 0:
+                raise SpecError(explain("prefix", "claim_limit", claim_limit, ">= 0 tokens", "pass None for no limit"))
+            lookup = min(lookup, claim_limit + backoff) if claim_limit else 0
+        return match_prefix(
+            self._cache.tree,
+            scope,
+            keys[: lookup * TOKEN_BYTES],
+            self.layout.groups,
+            tokens_per_block=self.layout.tokens_per_block,
+            partial=self.reuse.partial_blocks,
+            backoff_tokens=backoff,
+        )

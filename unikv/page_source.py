@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Self
 
 from unikv.ids import GroupId
 from unikv.layout import CacheLayout, GroupLayout
+from unikv.page_cache import Moves, PageCacheManager
 from unikv.page_table import SlotRow, valid_slots
-from unikv.ranges import Span, stale_blocks
+from unikv.ranges import Span, ceil_div, stale_blocks
 from unikv.slots import SlotAllocator
 
 
@@ -19,14 +20,18 @@ class PageSource:
 
     Attributes:
         layout: layer groups and tokens per block.
-        allocators: one per pool group.
+        cache: slots, cached pages and the prefix tree.
+        copy_pages: copies pages from slot to slot, on the device's current stream.
         max_capacity_tokens: positions that a block-table row has room for.
+        max_utilisation: share of any pool group's pages in use above which nothing is resumed.
         pins: every pin that has not been released, for the integrity check.
     """
 
     layout: CacheLayout
-    allocators: tuple[SlotAllocator, ...]
+    cache: PageCacheManager
+    copy_pages: Callable[[Moves], None]
     max_capacity_tokens: int
+    max_utilisation: float
     pins: set[PagePin]
 
     def allocator(self, group_id: GroupId) -> SlotAllocator:
@@ -35,11 +40,22 @@ class PageSource:
         Raises:
             UnknownLayerError: there is no such group.
         """
-        return self.allocators[self.layout.group(group_id).pool_group]
+        return self.cache.allocators[self.layout.group(group_id).pool_group]
+
+    def num_blocks(self, capacity_tokens: int) -> int:
+        """Return the blocks this rank has of a sequence."""
+        return ceil_div(capacity_tokens, self.layout.tokens_per_block)
 
     def stale(self, group: GroupLayout, history_tokens: int) -> Span:
         """Return the ordinals of a group that no step reads once `history_tokens` are final."""
         return stale_blocks(history_tokens, group.window, group.sink_blocks, self.layout.tokens_per_block)
+
+    def next_stale(self, group: GroupLayout, history_tokens: int) -> int:
+        """Return the shortest history above `history_tokens` at which a page of a windowed group may become stale."""
+        if group.window is None:
+            return history_tokens + 1
+        end = max(self.stale(group, history_tokens).hi, group.sink_blocks)
+        return (end + 1) * self.layout.tokens_per_block + group.window - 1
 
 
 class PagePin:
@@ -65,7 +81,7 @@ class PagePin:
         """Give the references back; pages nobody else holds are free at once. Safe to call twice."""
         slots_by_group, self._slots = self._slots, {}
         for group_id, slots in slots_by_group.items():
-            self._source.allocator(group_id).release(slots)
+            self._source.cache.release(self._source.layout.group(group_id).pool_group, slots)
         self._source.pins.discard(self)
 
     def __enter__(self) -> Self:

@@ -544,18 +544,18 @@ def test_integrity_finds_a_slot_two_tables_name(build):
     first, second = (manager.create_request(RequestId(i)) for i in (1, 2))
     first.resize(32)
     second.resize(32)
-    second._rows[G0][0] = 1
+    second._rows[G0].slots[0] = 1
     with pytest.raises(InternalError, match=r"pool group 0, slot 1: references is 1, expected '?2, the page tables"):
         manager.check_integrity()
-    second._rows[G0][0] = 2
+    second._rows[G0].slots[0] = 2
 
 
 def test_integrity_finds_a_slot_nobody_names(build):
     manager = build(odd_slots())
-    manager._source.allocators[0].allocate(1)
-    with pytest.raises(InternalError, match="pool group 0, slot 1: references is 1, expected 0, the page tables"):
+    manager._source.allocator(G0).allocate(1)
+    with pytest.raises(InternalError, match=r"pool group 0, slot 1: references is 1, expected '?0, the page tables"):
         manager.check_integrity()
-    manager._source.allocators[0].release([1])
+    manager._source.allocator(G0).release([1])
 
 
 # ---- imports
