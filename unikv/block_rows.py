@@ -47,7 +47,7 @@ class BlockRow:
         stale: ordinals that left the window.
         num_pages: entries that have a page.
         pending: pages that left the window and wait to be published, by ordinal.
-        unwritten_tokens: leading positions whose KV was never written in this group.
+        unwritten: positions whose KV was never written in this group.
     """
 
     def __init__(self, group: GroupLayout) -> None:
@@ -55,7 +55,7 @@ class BlockRow:
         self.stale = Span(0, 0)
         self.num_pages = 0
         self.pending: dict[int, int] = {}
-        self.unwritten_tokens = 0
+        self.unwritten = Span(0, 0)
         self._buffer = empty_row(_FIRST_BLOCKS)
         self._num_blocks = 0
 
@@ -99,6 +99,12 @@ class BlockRow:
         if waiting is not None:
             return waiting
         return int(self._buffer[ordinal]) if ordinal < self._num_blocks else NO_PAGE
+
+    def valid_from(self, ordinal: int, tokens_per_block: int) -> int:
+        """Return the offset in a block from which on its KV was written: 0 where all of it was."""
+        start = ordinal * tokens_per_block
+        missing = self.unwritten.intersect(Span(start, start + tokens_per_block))
+        return missing.hi - start if len(missing) else 0
 
     def put(self, ordinal: int, slot: int) -> None:
         """Exchange the slot of an ordinal that has one."""

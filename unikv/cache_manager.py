@@ -7,7 +7,7 @@ holds them, `unikv.slots` knows who owns which, and `unikv.request` what one req
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Self
 
 import numpy as np
@@ -32,6 +32,7 @@ from unikv.request import KVCacheRequest
 from unikv.request_claim import PrefixClaim
 from unikv.request_publish import PrefixPublisher, Priority
 from unikv.reuse_options import DEFAULT_REUSE, PrefixProbe, ReuseOptions
+from unikv.slots import shortage
 from unikv.speculation import NO_SPECULATION, SpeculationShape, max_blocks_per_sequence
 
 
@@ -315,8 +316,7 @@ class UnifiedKVCacheManager:
             want = "an id that is not open"
             cure = "close the request before, or use another id"
             raise LocalProtocolError(explain("cache manager", "request_id", request_id, want, cure))
-        rows = {group.group_id: BlockRow(group) for group in self.layout.groups}
-        publisher, claim = None, None
+        rows, publisher, claim = self._empty_rows(), None, None
         if tokens is not None:
             keys = token_bytes(tokens)
             match = self._match(keys, scope, claim_limit, whole_prompt=whole_prompt)
@@ -337,13 +337,22 @@ class UnifiedKVCacheManager:
         scope: ReuseScope = EVERYBODY,
         claim_limit: int | None = None,
         whole_prompt: bool = False,
+        also_required: Collection[GroupId] = (),
     ) -> PrefixProbe:
         """Return what `create_request` with the same arguments would take over, without taking it.
+
+        Args:
+            tokens: the prompt.
+            scope: whose prefixes may match.
+            claim_limit: most tokens that may be taken over.
+            whole_prompt: also take over the last token.
+            also_required: OPTIONAL groups that shall be complete: the answer is the longest match at which they are.
 
         Raises:
             SpecError: tokens are no integers, or a negative limit.
         """
-        match = self._match(token_bytes(tokens), scope, claim_limit, whole_prompt=whole_prompt)
+        keys = token_bytes(tokens)
+        match = self._match(keys, scope, claim_limit, whole_prompt=whole_prompt, also_required=also_required)
         tpb = self.layout.tokens_per_block
         return PrefixProbe(
             num_tokens=match.num_tokens,
@@ -406,6 +415,26 @@ class UnifiedKVCacheManager:
         """
         return prompt_tokens + draft_tokens + self.extra_tokens
 
+    def check_fits(self, capacity_tokens: int, history_tokens: int = 0) -> None:
+        """Check that a request of this size could ever have its pages, in a cache that has nobody else. Reads only.
+
+        Raises:
+            CapacityError: some pool group is too small; `permanent` is set.
+            SpecError: it is longer than the longest sequence, or the history is longer than the capacity.
+        """
+        thing = f"a request of {capacity_tokens} tokens"
+        if not 0 <= history_tokens <= capacity_tokens <= self._source.max_capacity_tokens:
+            want = f"at least history_tokens={history_tokens}, at most {self._source.max_capacity_tokens} tokens"
+            cure = "shorten it, or raise max_seq_len"
+            raise SpecError(explain(thing, "capacity_tokens", capacity_tokens, want, cure))
+        blocks, pages = self._source.num_blocks(capacity_tokens), Counter[int]()
+        for group in self.layout.groups:
+            pages[group.pool_group] += blocks - len(self._source.stale(group, history_tokens))
+        for pool_group, needed in pages.items():
+            allocator = self._cache.allocators[pool_group]
+            if needed > allocator.num_slots - 1:
+                raise shortage(allocator, thing, needed, needed, allocator.num_slots - 1)
+
     def check_integrity(self) -> None:
         """Check every conservation law: slots, windows, and that tables and pins are what refers to the slots.
 
@@ -439,6 +468,9 @@ class UnifiedKVCacheManager:
         self._closed = True
         self.pools.close()
 
+    def _empty_rows(self) -> dict[GroupId, BlockRow]:
+        return {group.group_id: BlockRow(group) for group in self.layout.groups}
+
     def _slots_of_layer(self, layer_id: LayerId) -> int:
         return self.num_slots(self.layer_group_id(layer_id))
 
@@ -451,7 +483,15 @@ class UnifiedKVCacheManager:
             raise LocalProtocolError(explain("block table", "request_id", request_id, "an open request", cure))
         return self._requests[request_id]
 
-    def _match(self, keys: bytes, scope: ReuseScope, claim_limit: int | None, *, whole_prompt: bool) -> PrefixMatch:
+    def _match(
+        self,
+        keys: bytes,
+        scope: ReuseScope,
+        claim_limit: int | None,
+        *,
+        whole_prompt: bool,
+        also_required: Collection[GroupId] = (),
+    ) -> PrefixMatch:
         """Look up a prompt: its last token is left to compute, and tokens a drafter reads ahead serve as evidence."""
         backoff, total = self.reuse.backoff_tokens, len(keys) // TOKEN_BYTES
         lookup = total if whole_prompt else min(total, max(0, total - 1 + backoff))
@@ -467,4 +507,5 @@ class UnifiedKVCacheManager:
             tokens_per_block=self.layout.tokens_per_block,
             partial=self.reuse.partial_blocks,
             backoff_tokens=backoff,
+            also_required=also_required,
         )

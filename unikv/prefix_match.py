@@ -12,7 +12,7 @@ intersect ``[n+1-W, n)``. A page serves a block if the needed tokens lie inside 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from unikv.cached_page import CachedPage
@@ -68,6 +68,7 @@ def match_prefix(
     tokens_per_block: int,
     partial: bool,
     backoff_tokens: int = 0,
+    also_required: Collection[GroupId] = (),
 ) -> PrefixMatch:
     """Return the longest usable match of `tokens`. Reads only.
 
@@ -79,6 +80,7 @@ def match_prefix(
         tokens_per_block: token positions per block.
         partial: whether the last block may match in part.
         backoff_tokens: tokens a hosted drafter reads ahead; as many matched ones are computed again.
+        also_required: OPTIONAL groups that limit the length this time.
     """
     found = tree.walk(scope, tokens, partial=partial)
     lookup = len(tokens) // 8
@@ -87,7 +89,7 @@ def match_prefix(
     length = max(0, diverges - backoff_tokens)
     if not partial:
         length -= length % tokens_per_block
-    required = [group for group in groups if group.reuse_policy is ReusePolicy.REQUIRED]
+    required = [g for g in groups if g.reuse_policy is ReusePolicy.REQUIRED or g.group_id in also_required]
     cut = -1
     while cut != length:
         cut, length = length, _first_cut(nodes, required, length, tokens_per_block)

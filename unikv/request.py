@@ -28,6 +28,7 @@ from unikv.page_table import SlotRow, masked_row
 from unikv.planned_drop import PlannedDrop
 from unikv.prefix_match import ReuseStatus
 from unikv.prefix_tree import token_bytes
+from unikv.ranges import Span
 from unikv.request_claim import PrefixClaim
 from unikv.request_hold import HeldPages
 from unikv.request_publish import PrefixPublisher
@@ -135,6 +136,11 @@ class KVCacheRequest:
     def committed_tokens(self) -> int:
         """Tokens that were taken over from the prefix tree or given to it."""
         return 0 if self._publisher is None else self._publisher.committed_tokens
+
+    @property
+    def committing(self) -> bool:
+        """Whether `commit` may be called: the request takes part in prefix reuse and has not stopped."""
+        return self._publisher is not None and self._publisher.committing
 
     @property
     def num_blocks(self) -> int:
@@ -361,11 +367,16 @@ class KVCacheRequest:
         if self._publisher is not None:
             self._publisher.stop()
 
-    def mark_written(self, group_id: GroupId, first_token: int) -> None:
-        """Say that a group's KV is there from position `first_token` on, and nothing before it.
+    def mark_written(self, group_id: GroupId, first_token: int, *, sinks: bool = True) -> None:
+        """Say that a group's KV is there from position `first_token` on.
 
         A group that was not taken over at the match length counts as unwritten below it; a transfer that fills its
         window, or a drafter that skipped part of the prompt, knows better.
+
+        Args:
+            group_id: the layer group.
+            first_token: nothing before it was written, but perhaps sinks.
+            sinks: whether the group's sink blocks were written.
 
         Raises:
             SpecError: a negative position.
@@ -375,7 +386,9 @@ class KVCacheRequest:
         self._require("use", "mark_written")
         if first_token < 0:
             self._refuse_count("first_token", first_token)
-        self._rows[self._source.layout.group(group_id).group_id].unwritten_tokens = first_token
+        group = self._source.layout.group(group_id)
+        sink_tokens = group.sink_blocks * self._source.layout.tokens_per_block if sinks else 0
+        self._rows[group_id].unwritten = Span(min(sink_tokens, first_token), first_token)
 
     def plan_drop(self) -> PlannedDrop:
         """Return a handle that drops the window pages at the end of the committed tokens.

@@ -18,6 +18,7 @@ from unikv.layer_spec import ReusePolicy
 from unikv.page_cache import Moves, PageCacheManager
 from unikv.page_copy import PageMove
 from unikv.prefix_match import PrefixMatch, ReuseStatus, live_ordinals, reuse_status
+from unikv.ranges import Span
 from unikv.slots import GroupChange
 
 
@@ -137,10 +138,10 @@ class PrefixClaim:
             ordinals, slots = fresh[group_id]
             new = list(zip(ordinals, slots, strict=True))
             row.fill(row.slots.shape[0], row.stale, [*((o, page.slot) for o, page in shared[group_id]), *new])
-            row.unwritten_tokens = 0 if group_id in self.selected else length
+            row.unwritten = Span(0, 0 if group_id in self.selected else length)
             for ordinal, page in self.pages.get(group_id, {}).items():
                 if page.valid_from:
-                    row.unwritten_tokens = max(row.unwritten_tokens, ordinal * tpb + page.valid_from)
+                    row.unwritten = Span(0, max(row.unwritten.hi, ordinal * tpb + page.valid_from))
                 if ordinal == tail:
                     moves[group_id] = [PageMove(page.slot, slots[list(ordinals).index(tail)])]
         return moves

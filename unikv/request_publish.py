@@ -118,8 +118,7 @@ class PrefixPublisher:
     def _publish_page(self, node: PrefixNode, row: BlockRow, span: int) -> None:
         """Give `node` our page, or take the one it has where that is as good."""
         slot = row.at(node.ordinal)
-        skipped = row.unwritten_tokens - node.ordinal * self._block_tokens
-        valid_from = max(0, skipped)
+        valid_from = row.valid_from(node.ordinal, self._block_tokens)
         if slot == NO_PAGE or valid_from >= span:
             return
         there = node.page(row.group.group_id)

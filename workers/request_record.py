@@ -66,6 +66,13 @@ class RequestRecord:
         """Seconds the slowest context rank computed."""
         return max((report.prefill_s for report in self.prompts.values()), default=0.0)
 
+    def cached_tokens(self) -> dict[str, int]:
+        """Return how many leading tokens each side had already: those that every rank of it had."""
+        return {
+            "context": min((report.cached_tokens for report in self.prompts.values()), default=0),
+            "generation": min((report.cached_tokens for report in self.decodes.values()), default=0),
+        }
+
     def add(self, report: PromptReport | DecodeReport) -> None:
         """Take a rank's report; a rank reports once, and its first word counts."""
         if isinstance(report, PromptReport):
