@@ -14,11 +14,17 @@ from workers.runner import Digest, DigestKey
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One request of a workload; `prompt` is empty for runners that need a length only."""
+    """One request of a workload.
+
+    Attributes:
+        prompt: token ids; empty for runners that need a length only.
+        after: number of the job, counted from 0 in its workload, that must be over before this one begins.
+    """
 
     prompt: tuple[int, ...]
     prompt_tokens: int
     max_new_tokens: int
+    after: int | None = None
 
 
 @dataclass(slots=True)
