@@ -14,29 +14,32 @@ import numpy as np
 
 from unikv.block_rows import BlockRow
 from unikv.budget import PoolBudget
-from unikv.buffers import PoolStorage, Tensor
+from unikv.buffers import PoolStorage
 from unikv.cached_page import DEFAULT_PRIORITY, CachedPage
 from unikv.errors import LocalProtocolError, SpecError, explain
-from unikv.geometry import TensorGeometry, extra_geometry, flat_geometry, kv_geometry, scale_geometry
-from unikv.ids import NULL_SLOT, GroupId, LayerId, RequestId
+from unikv.host_tier import HostTier, HostTierOptions
+from unikv.ids import NULL_SLOT, GroupId, RequestId
 from unikv.layer_spec import KVCacheLayerSpec, KVDtype, KVLayout, LayerOwner
-from unikv.layout import build_layout, bytes_per_token, role_bytes_per_token
+from unikv.layer_views import LayerViews
+from unikv.layout import build_layout
 from unikv.legacy import check_against_scalars, specs_from_scalars
-from unikv.page_cache import CacheStatistics, PageCacheManager
-from unikv.page_copy import PageCopier
+from unikv.page_cache import PageCacheManager
+from unikv.page_copy import PageCopier, check_relocatable
+from unikv.page_moves import TokenMove
 from unikv.page_source import PageSource
 from unikv.page_table import SlotRow, write_kernel_row
+from unikv.page_tiers import CacheStatistics
 from unikv.prefix_match import PrefixMatch, match_prefix, reuse_status
 from unikv.prefix_tree import EVERYBODY, TOKEN_BYTES, ReuseScope, token_bytes
 from unikv.request import KVCacheRequest
 from unikv.request_claim import PrefixClaim
 from unikv.request_publish import PrefixPublisher, Priority
 from unikv.reuse_options import DEFAULT_REUSE, PrefixProbe, ReuseOptions
-from unikv.slots import shortage
+from unikv.slots import check_slots, shortage
 from unikv.speculation import NO_SPECULATION, SpeculationShape, max_blocks_per_sequence
 
 
-class UnifiedKVCacheManager:
+class UnifiedKVCacheManager(LayerViews):
     """Owns the pools of one rank and the requests in them. One thread uses it at a time.
 
     Tensors from `get_buffers`, `get_scales`, `get_extra` and `get_flat_pages` share the memory of the pools, are
@@ -62,6 +65,8 @@ class UnifiedKVCacheManager:
         speculation: SpeculationShape | None = None,
         isolate_draft: bool = True,
         reuse: ReuseOptions = DEFAULT_REUSE,
+        host_tier: HostTierOptions | None = None,
+        relocates_drafts: bool = False,
     ) -> None:
         """Lay out the cache and allocate its memory.
 
@@ -74,32 +79,43 @@ class UnifiedKVCacheManager:
             device: "cpu", "cuda" or "cuda:<index>".
             speculation: the speculative mode, None without one.
             isolate_draft: give draft layers groups of their own even where a target group has the same key.
-            reuse: how prefixes are reused, and what happens to pages that nobody runs with.
+            reuse: how prefixes are reused, and when requests are resumed.
+            host_tier: host memory for pages that nobody runs with; None: they are dropped when others need room.
+            relocates_drafts: `relocate_drafts` will be called: layers that cannot take part are refused here.
 
         Raises:
             SpecError: any argument is wrong, or the memory cannot be had.
         """
-        self.layout = build_layout(
+        layout = build_layout(
             specs,
             tokens_per_block=tokens_per_block,
             max_seq_len=max_seq_len,
             kv_layout=kv_layout,
             isolate_draft=isolate_draft,
         )
-        self.speculation = speculation
+        if relocates_drafts:
+            check_relocatable(layout)
+        slots = pool.slots(layout)
+        check_slots(slots)
+        super().__init__(layout, PoolStorage(layout, slots, device=device), slots)
+        try:
+            self._tier = None if host_tier is None else HostTier(layout, self.pools, host_tier)
+        except BaseException:
+            self.pools.close()
+            raise
+        self.speculation, self.reuse = speculation, reuse
         shape = speculation or NO_SPECULATION
         hosts_draft = bool(self.draft_layer_ids)
         self.extra_tokens = shape.extra_tokens(hosts_draft)
         headroom_tokens = shape.generation_headroom(hosts_draft)
         self.max_blocks_per_sequence = max_blocks_per_sequence(max_seq_len, headroom_tokens, tokens_per_block)
-        slots = pool.slots(self.layout)
-        self.reuse = reuse
-        self._cache = PageCacheManager(self.layout, slots)
-        self.pools = PoolStorage(self.layout, slots, device=device)
+        self._cache = PageCacheManager(self.layout, slots, self._tier)
+        self._copier = PageCopier(self.layout, self.pools)
+        self._relocates = relocates_drafts
         self._source = PageSource(
             layout=self.layout,
             cache=self._cache,
-            copy_pages=PageCopier(self.layout, self.pools).copy,
+            copy_pages=self._copier.copy,
             max_capacity_tokens=self.max_blocks_per_sequence * tokens_per_block,
             max_utilisation=reuse.max_utilisation,
             pins=set(),
@@ -178,105 +194,6 @@ class UnifiedKVCacheManager:
             device=device,
             speculation=speculation,
         )
-
-    # ---- what the layers are
-
-    @property
-    def draft_layer_ids(self) -> tuple[LayerId, ...]:
-        """Layers the drafter owns, in the order of the specs."""
-        return tuple(spec.layer_id for spec in self.layout.specs if spec.is_draft)
-
-    @property
-    def layer_grouping(self) -> tuple[tuple[LayerId, ...], ...]:
-        """Layers of each layer group, by group id."""
-        return tuple(group.layer_ids for group in self.layout.groups)
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes of one token in all layers and roles of this rank."""
-        return sum(bytes_per_token(spec) for spec in self.layout.specs)
-
-    def get_layer_spec(self, layer_id: LayerId) -> KVCacheLayerSpec:
-        """Return the spec of a layer.
-
-        Raises:
-            UnknownLayerError: this rank holds no such layer. So do all the functions that take a layer id.
-        """
-        return self.layout.spec(layer_id)
-
-    def get_layer_owner(self, layer_id: LayerId) -> LayerOwner:
-        """Return whose layer it is."""
-        return self.layout.spec(layer_id).owner
-
-    def is_draft_layer(self, layer_id: LayerId) -> bool:
-        """Return whether the drafter owns the layer."""
-        return self.layout.spec(layer_id).is_draft
-
-    def layer_kv_factor(self, layer_id: LayerId) -> int:
-        """Return 2 for a layer with K and V, 1 for a key-only one."""
-        return self.layout.spec(layer_id).kv_factor
-
-    def layer_group_id(self, layer_id: LayerId) -> GroupId:
-        """Return the layer group whose page table covers the layer."""
-        return self.layout.group_of_layer(layer_id).group_id
-
-    def get_layer_bytes_per_token(self, layer_id: LayerId, role: str | None = None) -> int:
-        """Return the bytes one token takes in a layer: in one role, or in all of them.
-
-        Raises:
-            SpecError: the layer stores no such role.
-        """
-        spec = self.layout.spec(layer_id)
-        return bytes_per_token(spec) if role is None else role_bytes_per_token(spec, role)
-
-    # ---- memory
-
-    def get_buffers(self, layer_id: LayerId) -> Tensor | None:
-        """Return K and V of a layer, or None where it stores neither.
-
-        Returns:
-            ``[slots, kv_factor, heads, tokens_per_block, head_dim]`` (HND) or
-            ``[slots, kv_factor, tokens_per_block, heads, head_dim]`` (NHD), zero-copy, with the stride of the physical
-            slot. NVFP4 is packed: uint8 with ``head_dim / 2`` in the last dimension.
-        """
-        return self._tensor(kv_geometry(self.layout, layer_id, self._slots_of_layer(layer_id)))
-
-    def get_scales(self, layer_id: LayerId) -> Tensor | None:
-        """Return the block scales of an NVFP4 layer, None for every other layer.
-
-        Returns:
-            The leading dimensions of `get_buffers` and ``head_dim / 16``, float8_e4m3fn.
-        """
-        return self._tensor(scale_geometry(self.layout, layer_id, self._slots_of_layer(layer_id)))
-
-    def get_extra(self, layer_id: LayerId, role: str) -> Tensor:
-        """Return an extra buffer of a layer: ``[slots, tokens_per_block, bytes_per_token]`` uint8.
-
-        Raises:
-            SpecError: the layer declares no such extra.
-        """
-        return self.pools.tensor(extra_geometry(self.layout, layer_id, role, self._slots_of_layer(layer_id)))
-
-    def get_flat_pages(self, layer_id: LayerId, *, sub_page_tokens: int | None = None) -> Tensor:
-        """Return K and V of a layer as one list of pages, for kernels that take separate page ids for K and V.
-
-        Args:
-            layer_id: the layer.
-            sub_page_tokens: read every page as smaller ones of this many tokens; must divide the block.
-
-        Returns:
-            ``[pages, heads, tokens, head_dim]`` (HND) or ``[pages, tokens, heads, head_dim]`` (NHD), starting at the
-            layer's K in slot 0. `unikv.kernel_index.flat_page_index` turns slots into its page ids.
-
-        Raises:
-            SpecError: the layer stores no K, or the sub-page does not divide the block.
-        """
-        slots = self._slots_of_layer(layer_id)
-        return self.pools.tensor(flat_geometry(self.layout, layer_id, slots, sub_page_tokens=sub_page_tokens))
-
-    def num_slots(self, group_id: GroupId) -> int:
-        """Return the slots of a layer group's pools, the null slot included. Pool mates share them."""
-        return self._source.allocator(group_id).num_slots
 
     def num_free_pages(self, group_id: GroupId) -> int:
         """Return the pages a layer group can still get, idle cached ones included; all but the null slot at first."""
@@ -415,6 +332,32 @@ class UnifiedKVCacheManager:
         """
         return prompt_tokens + draft_tokens + self.extra_tokens
 
+    def relocate_drafts(self, accepted: Mapping[RequestId, tuple[Sequence[int], int]]) -> None:
+        """Move the KV of accepted draft tokens to where they belong in their sequences, in every layer at once.
+
+        A tree of drafts is verified in one pass; the accepted path's tokens lie somewhere among the drafts. All
+        sources of the batch are read before a target is written.
+
+        Args:
+            accepted: by request: the positions the accepted tokens were drafted at, in order, and the position the
+                first of them belongs to (the others follow).
+
+        Raises:
+            SpecError: a position has no page.
+            LocalProtocolError: a request is not open, or the manager was not built with `relocates_drafts`.
+        """
+        if not self._relocates:
+            cure = "build the manager with relocates_drafts=True"
+            raise LocalProtocolError(explain("cache manager", "relocates_drafts", False, "True", cure))
+        for group in self.layout.groups:
+            moves: list[TokenMove] = []
+            for request_id, (positions, target) in accepted.items():
+                request = self._open_request(request_id)
+                places = [request.place(group.group_id, position) for position in positions]
+                targets = [request.place(group.group_id, target + i) for i in range(len(positions))]
+                moves += [TokenMove(*of, *to) for of, to in zip(places, targets, strict=True) if of != to]
+            self._copier.relocate(group.group_id, moves)
+
     def check_fits(self, capacity_tokens: int, history_tokens: int = 0) -> None:
         """Check that a request of this size could ever have its pages, in a cache that has nobody else. Reads only.
 
@@ -466,16 +409,12 @@ class UnifiedKVCacheManager:
             cure = "close them and prove their transfers over first"
             raise LocalProtocolError(explain("cache manager", "close()", got, "no request and no pin", cure))
         self._closed = True
+        if self._tier is not None:
+            self._tier.close()
         self.pools.close()
 
     def _empty_rows(self) -> dict[GroupId, BlockRow]:
         return {group.group_id: BlockRow(group) for group in self.layout.groups}
-
-    def _slots_of_layer(self, layer_id: LayerId) -> int:
-        return self.num_slots(self.layer_group_id(layer_id))
-
-    def _tensor(self, geometry: TensorGeometry | None) -> Tensor | None:
-        return None if geometry is None else self.pools.tensor(geometry)
 
     def _open_request(self, request_id: RequestId) -> KVCacheRequest:
         if request_id not in self._requests:

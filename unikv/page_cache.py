@@ -15,58 +15,19 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 from unikv.cached_page import CachedPage
-from unikv.errors import InternalError, explain
+from unikv.errors import InternalError
 from unikv.eviction import EvictionQueueManager
 from unikv.ids import NO_PAGE, GroupId, SlotId
 from unikv.layer_spec import ReusePolicy
 from unikv.layout import CacheLayout
-from unikv.page_copy import PageMove
+from unikv.page_audit import check_cold_slots, check_page, check_slots_referred
+from unikv.page_moves import PageMove
+from unikv.page_tiers import CacheStatistics, ColdTier
 from unikv.prefix_tree import PrefixNode, PrefixTreeManager
 from unikv.slots import GroupChange, SlotAllocator, shortage
-
-Moves = Mapping[GroupId, Sequence[PageMove]]
-
-
-class ColdTier(Protocol):
-    """The host's copies of pages, see `unikv.host_tier`."""
-
-    def num_slots(self, pool_group: int) -> int:
-        """Return how many pages of a pool group fit."""
-        ...
-
-    def store(self, moves: Moves) -> None:
-        """Copy pages from device slots to host slots."""
-        ...
-
-    def load(self, moves: Moves) -> None:
-        """Copy pages from host slots to device slots."""
-        ...
-
-
-@dataclass(slots=True)
-class CacheStatistics:
-    """What happened to pages since the manager was built.
-
-    Attributes:
-        fresh_pages: handed out to requests.
-        reused_pages: taken over whole from the prefix tree.
-        copied_pages: taken over in part, as a private copy.
-        dropped_pages: evicted for good.
-        stored_pages: moved to the host.
-        loaded_pages: moved back.
-    """
-
-    fresh_pages: int = 0
-    reused_pages: int = 0
-    copied_pages: int = 0
-    dropped_pages: int = 0
-    stored_pages: int = 0
-    loaded_pages: int = 0
 
 
 class PageCacheManager:
@@ -278,48 +239,32 @@ class PageCacheManager:
         Raises:
             InternalError: one is broken; the text prints the terms.
         """
-        for pool_group, allocator in enumerate(self.allocators):
-            allocator.check_integrity()
-            for slot in range(allocator.num_slots):
-                cached = self._pages.get((pool_group, slot)) is not None
-                got, want = allocator.references(slot), referred.get((pool_group, slot), 0) + cached
-                if got != want:
-                    thing = f"{allocator.name}, slot {slot}"
-                    wanted = f"{want}, the page tables, pins and cached pages that name it"
-                    raise InternalError(explain(thing, "references", got, wanted, "report this"))
-        self._check_pages(holders)
+        check_slots_referred(self.allocators, self._pages, referred)
+        in_tree = {page for node in self.tree.nodes() for page in node.pages if page is not None}
+        wanted = in_tree | set(holders)
+        known = set(self._pages.values()) | {page for page in wanted if page.slot == NO_PAGE}
+        for page in known | wanted:
+            idle = page.slot != NO_PAGE and self.allocators[page.pool_group].references(page.slot) == 1
+            check_page(
+                page,
+                {
+                    "holders": (page.holders, holders.get(page, 0)),
+                    "in the tree": (page.node is not None, page in in_tree),
+                    "cached": (page in known, True),
+                    "wanted by anybody": (bool(page.holders or page.node), True),
+                    "in the queue of the device": (page in self._warm_queues[page.pool_group], idle),
+                    "in the queue of the host": (
+                        page in self._cold_queues[page.pool_group],
+                        page.slot == NO_PAGE and not page.holders,
+                    ),
+                    "places": ((page.slot != NO_PAGE) + (page.cold != NO_PAGE), 1),
+                },
+            )
+        for pool_group, cold in enumerate(self._cold):
+            if cold is not None:
+                check_cold_slots(pool_group, cold, known)
 
     # ---- inside
-
-    def _check_pages(self, holders: Mapping[CachedPage, int]) -> None:
-        in_tree = {page for node in self.tree.nodes() for page in node.pages if page is not None}
-        cold = in_tree | set(holders)
-        known = set(self._pages.values()) | {page for page in cold if page.slot == NO_PAGE}
-        for page in known | cold:
-            pool_group = page.pool_group
-            where = "nowhere" if page not in known else "the tree" if page in in_tree else "requests"
-            idle = page.slot != NO_PAGE and self.allocators[pool_group].references(page.slot) == 1
-            expected = {
-                "holders": (page.holders, holders.get(page, 0)),
-                "in the tree": (page.node is not None, page in in_tree),
-                "cached": (page in known, True),
-                "wanted by anybody": (bool(page.holders or page.node), True),
-                "in the queue of the device": (page in self._warm_queues[pool_group], idle),
-                "in the queue of the host": (
-                    page in self._cold_queues[pool_group], page.slot == NO_PAGE and not page.holders
-                ),
-                "places": ((page.slot != NO_PAGE) + (page.cold != NO_PAGE), 1),
-            }  # fmt: skip
-            for field, (got, want) in expected.items():
-                if got != want:
-                    thing = f"page of group {page.group_id}, ordinal {page.ordinal}, slot {page.slot}, held by {where}"
-                    raise InternalError(explain(thing, field, got, str(want), "report this"))
-        for pool_group, allocator in enumerate(self._cold):
-            if allocator is not None:
-                allocator.check_integrity()
-                used = sum(page.pool_group == pool_group and page.cold != NO_PAGE for page in known)
-                if used != allocator.num_used:
-                    raise InternalError(f"host pool {pool_group}: {allocator.num_used} slots used, {used} pages there")
 
     def _check_room(
         self,

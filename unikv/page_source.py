@@ -8,7 +8,8 @@ from typing import Self
 
 from unikv.ids import GroupId
 from unikv.layout import CacheLayout, GroupLayout
-from unikv.page_cache import Moves, PageCacheManager
+from unikv.page_cache import PageCacheManager
+from unikv.page_moves import Moves
 from unikv.page_table import SlotRow, valid_slots
 from unikv.ranges import Span, ceil_div, stale_blocks
 from unikv.slots import SlotAllocator

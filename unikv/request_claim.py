@@ -15,8 +15,8 @@ from unikv.cached_page import CachedPage
 from unikv.errors import SpecError, explain
 from unikv.ids import GroupId, SlotId
 from unikv.layer_spec import ReusePolicy
-from unikv.page_cache import Moves, PageCacheManager
-from unikv.page_copy import PageMove
+from unikv.page_cache import PageCacheManager
+from unikv.page_moves import Moves, PageMove
 from unikv.prefix_match import PrefixMatch, ReuseStatus, live_ordinals, reuse_status
 from unikv.ranges import Span
 from unikv.slots import GroupChange

@@ -11,7 +11,7 @@ One pool group of N slots, at any time::
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from unikv.errors import CapacityError, InternalError, SpecError, explain
@@ -188,6 +188,18 @@ class GroupChange:
     kept_pages: int
     dropped: tuple[int, ...]
     needed_pages: int
+
+
+def check_slots(slots: Sequence[int]) -> None:
+    """Check slot counts, one per pool group.
+
+    Raises:
+        SpecError: fewer than two slots: the null slot alone serves nobody.
+    """
+    for pool_group, count in enumerate(slots):
+        if count < 2:
+            cure = "give the pool at least 2 pages: slot 0 stays the null page"
+            raise SpecError(explain(f"pool group {pool_group}", "num_slots", count, ">= 2", cure))
 
 
 def shortage(allocator: SlotAllocator, thing: str, total: int, needed: int, free: int) -> CapacityError:

@@ -10,7 +10,7 @@ from workers.bench_case import BenchRequest, Progress, case_result, percentile, 
 from workers.config import HFRunnerConfig, PairConfig
 from workers.config_load import load_pair
 from workers.control import DecodeReport
-from workers.conversation import ChatFormat
+from workers.model_chat import ChatFormat
 from workers.model_reference import Reference, num_turns, run_references
 from workers.model_store import resolve_model
 from workers.pair_run import PairRun

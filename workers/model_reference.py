@@ -11,7 +11,7 @@ from unikv.cache_manager import UnifiedKVCacheManager
 from unikv.errors import ConfigError, explain
 from workers.aggregated import run_aggregated
 from workers.config import HFRunnerConfig, PairConfig
-from workers.conversation import ChatFormat
+from workers.model_chat import ChatFormat
 from workers.model_store import resolve_model
 from workers.model_worker import load_runner
 from workers.runner_hf import HFRunner
