@@ -17,7 +17,8 @@ from unikv.budget import PoolBudget
 from unikv.buffers import PoolStorage
 from unikv.cached_page import DEFAULT_PRIORITY, CachedPage
 from unikv.errors import LocalProtocolError, SpecError, explain
-from unikv.host_tier import HostTier, HostTierOptions
+from unikv.host_tier import HostTier
+from unikv.host_tier_options import HostTierOptions
 from unikv.ids import NULL_SLOT, GroupId, RequestId
 from unikv.layer_spec import KVCacheLayerSpec, KVDtype, KVLayout, LayerOwner
 from unikv.layer_views import LayerViews
@@ -35,7 +36,7 @@ from unikv.request import KVCacheRequest
 from unikv.request_claim import PrefixClaim
 from unikv.request_publish import PrefixPublisher, Priority
 from unikv.reuse_options import DEFAULT_REUSE, PrefixProbe, ReuseOptions
-from unikv.slots import check_slots, shortage
+from unikv.slots import check_slots
 from unikv.speculation import NO_SPECULATION, SpeculationShape, max_blocks_per_sequence
 
 
@@ -365,18 +366,7 @@ class UnifiedKVCacheManager(LayerViews):
             CapacityError: some pool group is too small; `permanent` is set.
             SpecError: it is longer than the longest sequence, or the history is longer than the capacity.
         """
-        thing = f"a request of {capacity_tokens} tokens"
-        if not 0 <= history_tokens <= capacity_tokens <= self._source.max_capacity_tokens:
-            want = f"at least history_tokens={history_tokens}, at most {self._source.max_capacity_tokens} tokens"
-            cure = "shorten it, or raise max_seq_len"
-            raise SpecError(explain(thing, "capacity_tokens", capacity_tokens, want, cure))
-        blocks, pages = self._source.num_blocks(capacity_tokens), Counter[int]()
-        for group in self.layout.groups:
-            pages[group.pool_group] += blocks - len(self._source.stale(group, history_tokens))
-        for pool_group, needed in pages.items():
-            allocator = self._cache.allocators[pool_group]
-            if needed > allocator.num_slots - 1:
-                raise shortage(allocator, thing, needed, needed, allocator.num_slots - 1)
+        self._source.check_fits(capacity_tokens, history_tokens)
 
     def check_integrity(self) -> None:
         """Check every conservation law: slots, windows, and that tables and pins are what refers to the slots.

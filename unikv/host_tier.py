@@ -9,35 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 
 from unikv.buffers import PoolStorage, Tensor
 from unikv.cold_codec import ColdCodec, choose_codec
 from unikv.errors import SpecError, explain
+from unikv.host_tier_options import HostTierOptions
 from unikv.layout import CacheLayout, PoolLayout
 from unikv.page_moves import Moves, PageMove
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostTierOptions:
-    """How large the host tier is, and how pages look there.
-
-    Attributes:
-        pages: pages of every pool group.
-        codec: "identity", or "fp8" for half the memory at a stated error (`unikv.cold_codec`).
-
-    Raises:
-        SpecError: no pages.
-    """
-
-    pages: int
-    codec: str = "identity"
-
-    def __post_init__(self) -> None:
-        if self.pages < 1:
-            raise SpecError(explain("host tier", "pages", self.pages, ">= 1", "leave the host tier out"))
 
 
 class HostTier:
@@ -56,10 +36,11 @@ class HostTier:
         """
         self._layout, self._pools = layout, pools
         self._codec: ColdCodec = choose_codec(options.codec, layout)
-        self._slots = options.pages
+        sizes = self._sizes()
+        self._slots = _num_pages(options, sum(sizes.values()))
         self._on_cuda = pools.device.type == "cuda"
         self._stream = torch.cuda.Stream(pools.device) if self._on_cuda else None  # type: ignore[no-untyped-call]
-        self._memory = {key: self._allocate(size) for key, size in self._sizes().items()}
+        self._memory = {key: self._allocate(size) for key, size in sizes.items()}
 
     def num_slots(self, pool_group: int) -> int:
         """Return how many pages of a pool group fit."""
@@ -153,6 +134,17 @@ class HostTier:
         current.wait_stream(self._stream)
 
 
+def _num_pages(options: HostTierOptions, page_bytes: int) -> int:
+    """Return the pages of every pool group; `page_bytes` is what one page in each of them takes."""
+    if options.pages is not None:
+        return options.pages
+    assert options.bytes is not None  # checked on construction
+    if options.bytes < page_bytes:
+        want = f">= {page_bytes}, one page of every pool group"
+        raise SpecError(explain("host tier", "bytes", options.bytes, want, "give it more, or leave it out"))
+    return options.bytes // page_bytes
+
+
 def _runs(slots: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Yield (first index, count) of every run of slots that follow one another."""
     first = 0
@@ -160,17 +152,3 @@ def _runs(slots: Sequence[int]) -> Iterator[tuple[int, int]]:
         if index == len(slots) or slots[index] != slots[index - 1] + 1:
             yield first, index - first
             first = index
-
-
-def auto_host_bytes(device_bytes: int, available_bytes: int, local_ranks: int, memlock_bytes: int | None) -> int:
-    """Return how large a host tier to have where nobody said: no larger than the device's pools.
-
-    Args:
-        device_bytes: bytes of this rank's pools.
-        available_bytes: memory the host can give.
-        local_ranks: ranks that share it; together they take half of it.
-        memlock_bytes: what this user may pin, of which a fifth is left to others; None for no limit.
-    """
-    share = available_bytes // (2 * max(1, local_ranks))
-    limit = share if memlock_bytes is None else min(share, memlock_bytes * 4 // 5)
-    return max(0, min(device_bytes, limit))

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Self
 
+from unikv.errors import SpecError, explain
 from unikv.ids import GroupId
 from unikv.layout import CacheLayout, GroupLayout
 from unikv.page_cache import PageCacheManager
 from unikv.page_moves import Moves
 from unikv.page_table import SlotRow, valid_slots
 from unikv.ranges import Span, ceil_div, stale_blocks
-from unikv.slots import SlotAllocator
+from unikv.slots import SlotAllocator, shortage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +59,26 @@ class PageSource:
             return history_tokens + 1
         end = max(self.stale(group, history_tokens).hi, group.sink_blocks)
         return (end + 1) * self.layout.tokens_per_block + group.window - 1
+
+    def check_fits(self, capacity_tokens: int, history_tokens: int) -> None:
+        """Check that a request of this size could ever have its pages. Reads only.
+
+        Raises:
+            CapacityError: some pool group is too small; `permanent` is set.
+            SpecError: it is longer than the longest sequence, or the history is longer than the capacity.
+        """
+        thing = f"a request of {capacity_tokens} tokens"
+        if not 0 <= history_tokens <= capacity_tokens <= self.max_capacity_tokens:
+            want = f"at least history_tokens={history_tokens}, at most {self.max_capacity_tokens} tokens"
+            cure = "shorten it, or raise max_seq_len"
+            raise SpecError(explain(thing, "capacity_tokens", capacity_tokens, want, cure))
+        blocks, pages = self.num_blocks(capacity_tokens), Counter[int]()
+        for group in self.layout.groups:
+            pages[group.pool_group] += blocks - len(self.stale(group, history_tokens))
+        for pool_group, needed in pages.items():
+            allocator = self.cache.allocators[pool_group]
+            if needed > allocator.num_slots - 1:
+                raise shortage(allocator, thing, needed, needed, allocator.num_slots - 1)
 
 
 class PagePin:

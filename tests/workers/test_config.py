@@ -412,8 +412,6 @@ def test_draft_layers_come_last(folder: Path) -> None:
         ),
         ("transfer.checksum=page", ["transfer.checksum is 'page'", "does not serve it yet"]),
         ("transfer.curve={public: a, secret: b, authorized: c}", ["transfer.curve is", "does not serve it yet"]),
-        ("context.host_tier.bytes=1GiB", ["context.host_tier.bytes is 1073741824", "does not serve it yet"]),
-        ("generation.host_tier.codec=fp8", ["generation.host_tier.codec is 'fp8'", "does not serve it yet"]),
         ("generation.parallel.cp=2", ["generation.parallel.cp is 2", "does not serve it yet"]),
     ],
 )
