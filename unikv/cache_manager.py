@@ -16,6 +16,7 @@ from unikv.block_rows import BlockRow
 from unikv.budget import PoolBudget
 from unikv.buffers import PoolStorage
 from unikv.cached_page import DEFAULT_PRIORITY, CachedPage
+from unikv.cp_ledger import CpLedger
 from unikv.errors import LocalProtocolError, SpecError, explain
 from unikv.host_tier import HostTier
 from unikv.host_tier_options import HostTierOptions
@@ -30,8 +31,8 @@ from unikv.page_moves import TokenMove
 from unikv.page_source import PageSource
 from unikv.page_table import SlotRow, write_kernel_row
 from unikv.page_tiers import CacheStatistics
-from unikv.prefix_match import PrefixMatch, match_prefix, reuse_status
-from unikv.prefix_tree import EVERYBODY, TOKEN_BYTES, ReuseScope, token_bytes
+from unikv.prefix_lookup import PrefixLookup
+from unikv.prefix_tree import EVERYBODY, ReuseScope, token_bytes
 from unikv.request import KVCacheRequest
 from unikv.request_claim import PrefixClaim
 from unikv.request_publish import PrefixPublisher, Priority
@@ -68,6 +69,8 @@ class UnifiedKVCacheManager(LayerViews):
         reuse: ReuseOptions = DEFAULT_REUSE,
         host_tier: HostTierOptions | None = None,
         relocates_drafts: bool = False,
+        cp_size: int = 1,
+        cp_rank: int = 0,
     ) -> None:
         """Lay out the cache and allocate its memory.
 
@@ -83,10 +86,14 @@ class UnifiedKVCacheManager(LayerViews):
             reuse: how prefixes are reused, and when requests are resumed.
             host_tier: host memory for pages that nobody runs with; None: they are dropped when others need room.
             relocates_drafts: `relocate_drafts` will be called: layers that cannot take part are refused here.
+            cp_size: ranks that share every sequence, block by block; token numbers stay the sequence's, and page tables
+                have this rank's blocks. More than one takes no part in prefix reuse.
+            cp_rank: this rank's number among them.
 
         Raises:
             SpecError: any argument is wrong, or the memory cannot be had.
         """
+        ledger = CpLedger(cp_size=cp_size, cp_rank=cp_rank, tokens_per_block=tokens_per_block)
         layout = build_layout(
             specs,
             tokens_per_block=tokens_per_block,
@@ -109,17 +116,21 @@ class UnifiedKVCacheManager(LayerViews):
         hosts_draft = bool(self.draft_layer_ids)
         self.extra_tokens = shape.extra_tokens(hosts_draft)
         headroom_tokens = shape.generation_headroom(hosts_draft)
-        self.max_blocks_per_sequence = max_blocks_per_sequence(max_seq_len, headroom_tokens, tokens_per_block)
+        self.max_blocks_per_sequence = max_blocks_per_sequence(
+            max_seq_len, headroom_tokens, ledger.ledger_tokens_per_block
+        )
         self._cache = PageCacheManager(self.layout, slots, self._tier)
+        self._lookup = PrefixLookup(layout, self._cache.tree, reuse)
         self._copier = PageCopier(self.layout, self.pools)
         self._relocates = relocates_drafts
         self._source = PageSource(
             layout=self.layout,
             cache=self._cache,
             copy_pages=self._copier.copy,
-            max_capacity_tokens=self.max_blocks_per_sequence * tokens_per_block,
+            max_capacity_tokens=self.max_blocks_per_sequence * ledger.ledger_tokens_per_block,
             max_utilisation=reuse.max_utilisation,
             pins=set(),
+            ledger=ledger,
         )
         self._requests: dict[RequestId, KVCacheRequest] = {}
         self._closed = False
@@ -235,9 +246,12 @@ class UnifiedKVCacheManager(LayerViews):
             cure = "close the request before, or use another id"
             raise LocalProtocolError(explain("cache manager", "request_id", request_id, want, cure))
         rows, publisher, claim = self._empty_rows(), None, None
+        if tokens is not None and self._source.ledger.cp_size > 1:
+            cure = "leave tokens out"
+            raise SpecError(explain("cache manager", "tokens with cp_size > 1", len(tokens), "None", cure))
         if tokens is not None:
             keys = token_bytes(tokens)
-            match = self._match(keys, scope, claim_limit, whole_prompt=whole_prompt)
+            match = self._lookup.match(keys, scope, claim_limit, whole_prompt=whole_prompt)
             partial = self.reuse.partial_blocks
             publisher = PrefixPublisher(self._cache, rows, scope, priority, partial=partial)
             publisher.take_over(match, keys)
@@ -270,13 +284,8 @@ class UnifiedKVCacheManager(LayerViews):
             SpecError: tokens are no integers, or a negative limit.
         """
         keys = token_bytes(tokens)
-        match = self._match(keys, scope, claim_limit, whole_prompt=whole_prompt, also_required=also_required)
-        tpb = self.layout.tokens_per_block
-        return PrefixProbe(
-            num_tokens=match.num_tokens,
-            divergence_tokens=match.divergence_tokens,
-            lookup_tokens=match.lookup_tokens,
-            status=tuple(reuse_status(match, group, tpb) for group in self.layout.groups),
+        return self._lookup.described(
+            self._lookup.match(keys, scope, claim_limit, whole_prompt=whole_prompt, also_required=also_required)
         )
 
     def clear_reusable_blocks(self) -> int:
@@ -411,30 +420,3 @@ class UnifiedKVCacheManager(LayerViews):
             cure = "leave it out of the batch, or use None for a dummy row"
             raise LocalProtocolError(explain("block table", "request_id", request_id, "an open request", cure))
         return self._requests[request_id]
-
-    def _match(
-        self,
-        keys: bytes,
-        scope: ReuseScope,
-        claim_limit: int | None,
-        *,
-        whole_prompt: bool,
-        also_required: Collection[GroupId] = (),
-    ) -> PrefixMatch:
-        """Look up a prompt: its last token is left to compute, and tokens a drafter reads ahead serve as evidence."""
-        backoff, total = self.reuse.backoff_tokens, len(keys) // TOKEN_BYTES
-        lookup = total if whole_prompt else min(total, max(0, total - 1 + backoff))
-        if claim_limit is not None:
-            if claim_limit < 0:
-                raise SpecError(explain("prefix", "claim_limit", claim_limit, ">= 0 tokens", "pass None for no limit"))
-            lookup = min(lookup, claim_limit + backoff) if claim_limit else 0
-        return match_prefix(
-            self._cache.tree,
-            scope,
-            keys[: lookup * TOKEN_BYTES],
-            self.layout.groups,
-            tokens_per_block=self.layout.tokens_per_block,
-            partial=self.reuse.partial_blocks,
-            backoff_tokens=backoff,
-            also_required=also_required,
-        )

@@ -7,13 +7,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Self
 
+from unikv.cp_ledger import CpLedger
 from unikv.errors import SpecError, explain
 from unikv.ids import GroupId
 from unikv.layout import CacheLayout, GroupLayout
 from unikv.page_cache import PageCacheManager
 from unikv.page_moves import Moves
 from unikv.page_table import SlotRow, valid_slots
-from unikv.ranges import Span, ceil_div, stale_blocks
+from unikv.ranges import Span
 from unikv.slots import SlotAllocator, shortage
 
 
@@ -28,6 +29,7 @@ class PageSource:
         max_capacity_tokens: positions that a block-table row has room for.
         max_utilisation: share of any pool group's pages in use above which nothing is resumed.
         pins: every pin that has not been released, for the integrity check.
+        ledger: which blocks of a sequence this rank has; all of them without context parallelism.
     """
 
     layout: CacheLayout
@@ -36,6 +38,7 @@ class PageSource:
     max_capacity_tokens: int
     max_utilisation: float
     pins: set[PagePin]
+    ledger: CpLedger
 
     def allocator(self, group_id: GroupId) -> SlotAllocator:
         """Return the allocator that serves a layer group.
@@ -47,15 +50,15 @@ class PageSource:
 
     def num_blocks(self, capacity_tokens: int) -> int:
         """Return the blocks this rank has of a sequence."""
-        return ceil_div(capacity_tokens, self.layout.tokens_per_block)
+        return self.ledger.num_blocks(capacity_tokens)
 
     def stale(self, group: GroupLayout, history_tokens: int) -> Span:
         """Return the ordinals of a group that no step reads once `history_tokens` are final."""
-        return stale_blocks(history_tokens, group.window, group.sink_blocks, self.layout.tokens_per_block)
+        return self.ledger.stale(history_tokens, group.window, group.sink_blocks)
 
     def next_stale(self, group: GroupLayout, history_tokens: int) -> int:
         """Return the shortest history above `history_tokens` at which a page of a windowed group may become stale."""
-        if group.window is None:
+        if self.ledger.cp_size > 1 or group.window is None:
             return history_tokens + 1
         end = max(self.stale(group, history_tokens).hi, group.sink_blocks)
         return (end + 1) * self.layout.tokens_per_block + group.window - 1

@@ -244,12 +244,12 @@ class RequestPages:
             UnknownLayerError: there is no such group.
         """
         ordinal, offset = divmod(position, self._source.layout.tokens_per_block)
-        row = self._rows[self._source.layout.group(group_id).group_id]
-        if not 0 <= ordinal < self._num_blocks or row.slots[ordinal] == NO_PAGE:
+        row, local = self._rows[self._source.layout.group(group_id).group_id], self._source.ledger.local(ordinal)
+        if local is None or not 0 <= local < self._num_blocks or row.slots[local] == NO_PAGE:
             thing = f"request {self.request_id}, layer group {group_id}"
             want = f"in [0, {self._capacity_tokens}) and inside the window"
             raise SpecError(explain(thing, "position", position, want, "name a position that has a page"))
-        return int(row.slots[ordinal]), offset
+        return int(row.slots[local]), offset
 
     def page_tables(self) -> dict[GroupId, SlotRow]:
         """Return a copy of every row for a transfer; ordinals outside the window of the history show no page.
