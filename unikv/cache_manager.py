@@ -84,6 +84,7 @@ class UnifiedKVCacheManager:
             max_seq_len=max_seq_len,
             kv_layout=kv_layout,
             isolate_draft=isolate_draft,
+            lookahead_tokens=reuse.backoff_tokens,
         )
         self.speculation = speculation
         shape = speculation or NO_SPECULATION
