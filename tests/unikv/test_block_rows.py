@@ -31,7 +31,10 @@ def row():
     return BlockRow(group())
 
 
-def grow(row, num_blocks, stale=Span(0, 0), first_slot=1):
+NOTHING = Span(0, 0)
+
+
+def grow(row, num_blocks, stale=NOTHING, first_slot=1):
     step = row.plan(num_blocks, stale)
     row.apply(step, range(first_slot, first_slot + len(step.added)))
     return step

@@ -68,7 +68,9 @@ def test_no_tokens_are_no_bytes_and_negative_ones_are_tokens():
 
 @pytest.mark.parametrize("tokens", [[1.0], ["1"], [None], [2**64], [[1, 2], [3]], [True, "x"]])
 def test_what_is_no_token_is_refused(tokens):
-    with pytest.raises(SpecError, match="prefix: tokens is .*, expected a sequence of integers of 64 bits; pass token"):
+    with pytest.raises(
+        SpecError, match=r"prefix: tokens is .*, expected a sequence of integers of 64 bits; pass token"
+    ):
         token_bytes(tokens)
 
 
