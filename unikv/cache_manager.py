@@ -100,6 +100,7 @@ class UnifiedKVCacheManager(LayerViews):
             max_seq_len=max_seq_len,
             kv_layout=kv_layout,
             isolate_draft=isolate_draft,
+            lookahead_tokens=reuse.backoff_tokens,
         )
         if relocates_drafts:
             check_relocatable(layout)

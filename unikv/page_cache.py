@@ -139,8 +139,11 @@ class PageCacheManager:
         group = self.layout.groups[page.group_id]
         decides = group.reuse_policy is ReusePolicy.REQUIRED
         if decides and (group.window is None or node.ordinal < group.sink_blocks):
+            parent = node.parent
             for gone in self.tree.detach(node):
                 self._strip(gone)
+            if parent is not None:
+                self.tree.prune(parent)
         else:
             node.take(page.group_id)
             self.tree.prune(node)
@@ -297,7 +300,8 @@ class PageCacheManager:
             if wanted > free:
                 groups = ", ".join(str(change.group_id) for change in here if change.needed_pages)
                 total = wanted + sum(change.kept_pages for change in here)
-                raise shortage(allocator, f"{thing}, layer group {groups}", total, wanted, free)
+                who = f"{thing}, layer group {groups}" if groups else thing
+                raise shortage(allocator, who, total, wanted, free)
         return needed
 
     def _gained(self, pool_group: int, dropped: Iterable[int]) -> int:

@@ -65,8 +65,7 @@ class PrefixPublisher:
         """Add final tokens and publish every block they fill."""
         self._tokens += tokens
         self._publish_full()
-        if self.nodes:
-            self._cache.tree.prune(self.nodes[-1])
+        self._prune()
         self._drop_pending(len(self.nodes))
 
     def stop(self) -> None:
@@ -76,6 +75,7 @@ class PrefixPublisher:
             self._publish_full()
             if self._partial:
                 self._publish_tail()
+            self._prune()
             self._drop_pending(None)
 
     def holds_back(self, row: BlockRow, ordinals: Iterable[int]) -> list[int]:
@@ -111,6 +111,11 @@ class PrefixPublisher:
                 self._cache.replace_partial(replaced, node)
             self.tail = node
             self._cache.tree.prune(node)
+
+    def _prune(self) -> None:
+        # A block may have found no page to publish: all are private, or left the window before they were committed.
+        if self.nodes:
+            self._cache.tree.prune(self.nodes[-1])
 
     def _parent(self) -> PrefixNode:
         return self.nodes[-1] if self.nodes else self._cache.tree.root(self._scope)
