@@ -248,7 +248,7 @@ def test_names_are_neither_markup_nor_paths(
     write_pair: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name, logs = "../../[bold]x[/nope]", tmp_path / "a" / "b"
-    assert main(["bench", write_pair(name=name), "--log-dir", str(logs)]) == 0
+    assert main(["bench", write_pair(), "--set", f"name='{name}'", "--log-dir", str(logs)]) == 0
     assert name in capsys.readouterr().out
     assert [path.name for path in logs.iterdir()] == ["_..__bold_x__nope_"]
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["b"]
