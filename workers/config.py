@@ -34,6 +34,7 @@ from workers.config_values import (
     checked,
     named,
     one_of,
+    printable,
     problem,
 )
 
@@ -174,7 +175,7 @@ class PairConfig(Section):
     internal = frozenset({"source", "case"})
 
     source: str
-    name: Text
+    name: Annotated[Text, checked(printable)]
     case: str | None = None
     context: SideConfig
     generation: SideConfig

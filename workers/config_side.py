@@ -127,7 +127,7 @@ class SpeculativeConfig(Section):
 class PoolConfig(Section):
     """Size of one rank's pools: pages of every pool group (the null page included), or bytes of all together."""
 
-    pages: Annotated[int, Field(strict=True, ge=MIN_POOL_PAGES)] | None = None
+    pages: Annotated[int, Field(strict=True, ge=MIN_POOL_PAGES, le=1 << 48)] | None = None
     bytes: Annotated[SizeBytes, Field(ge=1)] | None = None
 
     @model_validator(mode="after")

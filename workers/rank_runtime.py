@@ -31,6 +31,21 @@ from workers.topology import (
 _log = logging.getLogger(__name__)
 
 
+def check_rank(pair: PairConfig, side: Side, rank: int) -> None:
+    """Refuse a rank that cannot be served, which nobody should have to wait for a rendezvous to hear.
+
+    Raises:
+        ConfigError: no such rank, or a device this release cannot serve.
+    """
+    config = pair.side(side)
+    if not 0 <= rank < config.parallel.world_size:
+        want = f"in [0, {config.parallel.world_size})"
+        raise ConfigError(explain(f"{side} worker", "rank", rank, want, "match parallel in the pair file"))
+    if config.device != "cpu":
+        cure = "set device: cpu; the device copier is not part of this release"
+        raise ConfigError(explain(f"{side} worker", "device", config.device, "cpu", cure))
+
+
 class RankRuntime:
     """What a worker process of either side owns. A context manager: leaving it frees everything.
 
@@ -47,13 +62,10 @@ class RankRuntime:
         Raises:
             ConfigError: no such rank, or a device this release cannot serve.
         """
+        check_rank(pair, side, rank)
         config = pair.side(side)
-        everyone = positions(config)
-        if not 0 <= rank < len(everyone):
-            want = f"in [0, {len(everyone)})"
-            raise ConfigError(explain(f"{side} worker", "rank", rank, want, "match parallel in the pair file"))
         check_device(config)
-        self.pair, self.side, self.position = pair, side, everyone[rank]
+        self.pair, self.side, self.position = pair, side, positions(config)[rank]
         self._stack = ExitStack()
         try:
             self._bring_up(config, instance)

@@ -47,7 +47,7 @@ def _cases(cases: Sequence[dict[str, Any]]) -> RenderableType:
         summary = case["summary"]
         fine = summary["verified"] == summary["requests"] and not summary["mismatched_bytes"]
         table.add_row(
-            case["name"],
+            Text(case["name"]),
             case["draft_kv"],
             Text(f"{summary['verified']}/{summary['requests']}", style="green" if fine else "red"),
             f"{summary['bytes'] / _MIB:.0f}",
@@ -60,7 +60,8 @@ def _cases(cases: Sequence[dict[str, Any]]) -> RenderableType:
 
 
 def _model_requests(case: dict[str, Any]) -> RenderableType:
-    table = Table(title=f"{case['name']}: one line per prompt; cached on context/generation side", title_justify="left")
+    title = Text(f"{case['name']}: one line per prompt; cached on context/generation side")
+    table = Table(title=title, title_justify="left")
     for name in ("prompt", "cached", "TTFT s", "move ms", "MiB", "GB/s", "bytes", "tokens", "drafts"):
         table.add_column(name, justify="right")
     for entry in case["requests"]:

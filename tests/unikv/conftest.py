@@ -14,7 +14,8 @@ from unikv.budget import PoolBudget
 from unikv.cache_manager import UnifiedKVCacheManager
 from unikv.ids import NO_PAGE, GroupId, LayerId, RequestId
 from unikv.layer_spec import KVCacheLayerSpec, KVDtype, LayerOwner, ReusePolicy
-from unikv.page_cache import Moves, PageCacheManager
+from unikv.page_cache import PageCacheManager
+from unikv.page_moves import Moves
 from unikv.prefix_tree import EVERYBODY, TOKEN_BYTES, PrefixNode
 from unikv.request import ResumeResult
 
@@ -85,6 +86,7 @@ class Bench:
             slots = [allocator.num_slots for allocator in manager._cache.allocators]
             manager._cache = PageCacheManager(manager.layout, slots, tier=self.tier)
             manager._source = replace(manager._source, cache=manager._cache)
+            manager._lookup = replace(manager._lookup, tree=manager._cache.tree)
         self.tpb = self.manager.layout.tokens_per_block
         self.groups = self.manager.layout.groups
         self.views: dict[LayerId, np.ndarray[Any, Any]] = {}
@@ -128,7 +130,9 @@ class Bench:
 
     def page(self, tokens: Sequence[int], ordinal: int, group_id: int) -> Any:
         """Return the published page of a block of `tokens`."""
-        probe = self.manager._match(np.asarray(tokens, dtype=np.int64).tobytes(), EVERYBODY, None, whole_prompt=True)
+        probe = self.manager._lookup.match(
+            np.asarray(tokens, dtype=np.int64).tobytes(), EVERYBODY, None, whole_prompt=True
+        )
         assert ordinal < len(probe.nodes), "the block is not in the tree"
         return probe.nodes[ordinal].pages[group_id]
 

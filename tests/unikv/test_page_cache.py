@@ -456,7 +456,7 @@ def test_integrity_finds_a_holder_nobody_knows(shelf):
     each = shelf()
     [page] = each.publish(range(4))
     page.holders = 1
-    with pytest.raises(InternalError, match="page of group 0, ordinal 0, slot 1, held by the tree: holders is 1, exp"):
+    with pytest.raises(InternalError, match="page of group 0, ordinal 0, slot 1, host slot -1: holders is 1, exp"):
         each.check()
 
 
@@ -472,7 +472,7 @@ def test_integrity_finds_a_page_nobody_wants(shelf):
     each = shelf()
     [page] = each.publish(range(4))
     page.node.take(GroupId(0))
-    with pytest.raises(InternalError, match="held by requests: wanted by anybody is False, expected True"):
+    with pytest.raises(InternalError, match="host slot -1: wanted by anybody is False, expected True"):
         each.check()
 
 

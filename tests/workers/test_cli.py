@@ -152,6 +152,13 @@ def test_sides_that_may_not_talk_are_refused(unikv: Run, name: str, message: str
         (["check", GOOD, "--case", "nope"], "case is 'nope', expected one of draft-stays, draft-must"),
         (["check", GOOD, "--set", "model"], "expected KEY=VALUE"),
         (["check", GOOD, "--set", "model.layers.0.kv_heads=none"], "kv_heads is 'none'"),
+        (["bench", GOOD, "--json", "/nowhere/at/all.json"], "create the directory"),
+        (["bench", "not-there", "--json=/proc/out.json"], "expected a file that can be written (No such file"),
+        (
+            ["worker", GOOD, "--side=context", "--rank=99", "--rendezvous=tcp://127.0.0.1:1"],
+            "rank is 99, expected in [0, ",
+        ),
+        (["worker", GOOD, "--side=context", "--rank=0", "--rendezvous=tcp://127.0.0.1:0"], "expected a port from 1"),
         (["layout", GOOD, "--side", "left"], "Invalid value for '--side'"),
         (["layout", GOOD, "--rank", "2"], "--rank is 2, expected in [0, 2)"),
         (["layout", GOOD, "--rank", "-1"], "--rank is -1"),

@@ -244,6 +244,16 @@ def test_a_benchmark_in_which_a_worker_dies_fails_and_the_next_one_works(
     assert json.loads(result_file.read_text())["summary"]["verified"] == 4
 
 
+def test_names_are_neither_markup_nor_paths(
+    write_pair: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, logs = "../../[bold]x[/nope]", tmp_path / "a" / "b"
+    assert main(["bench", write_pair(), "--set", f"name='{name}'", "--log-dir", str(logs)]) == 0
+    assert name in capsys.readouterr().out
+    assert [path.name for path in logs.iterdir()] == ["_..__bold_x__nope_"]
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["b"]
+
+
 # --- launch ----------------------------------------------------------------------------------------------------------
 
 
