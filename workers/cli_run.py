@@ -116,6 +116,7 @@ def bench(
 
 def _progress(stack: ExitStack) -> Callable[[str, int, int], None]:
     """Return a callback that shows one bar per thing that runs, on stderr; the bars go when the work is over."""
+    console = Console(stderr=True)
     bar = stack.enter_context(
         Progress(
             SpinnerColumn(),
@@ -123,8 +124,9 @@ def _progress(stack: ExitStack) -> Callable[[str, int, int], None]:
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
-            console=Console(stderr=True),
+            console=console,
             transient=True,
+            disable=not console.is_terminal,  # else it leaves an empty line in a log
         )
     )
     tasks: dict[str, TaskID] = {}

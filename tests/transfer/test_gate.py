@@ -659,7 +659,7 @@ def test_require_compatible_raises_every_refusal() -> None:
     with pytest.raises(IncompatiblePeerError) as caught:
         require_compatible(report)
     assert len(caught.value.mismatches) == 2
-    assert "gate: refused checks is 2, expected 0" in str(caught.value)
+    assert "refused by 2 check(s) of the gate; align the two sides" in str(caught.value)
     assert "checksum [instance]: checksum is off on context and page on generation" in str(caught.value)
     assert "dtype [layers 0-3 key, value]: layers 0-3 key, value: dtype is bfloat16 on context" in str(caught.value)
 
