@@ -123,8 +123,8 @@ class GenerationEndpoint:
             instance: where the prompt is (being) computed.
 
         Raises:
-            LocalProtocolError: the request is being received already, the instance has gone away since, or a table
-                ends before the prompt does.
+            LocalProtocolError: the request is being received already, or a table ends before the prompt does.
+            LinkBrokenError: a rank of the instance has gone away since; the text says how.
             LinkClosedError: the endpoint is closed.
         """
         handle = TransferHandle(request_id, self._on_change)

@@ -135,6 +135,7 @@ def _request_entry(case: str, record: RequestRecord) -> dict[str, Any]:
         "id": record.request_id,
         "case": case,
         "prompt_tokens": record.job.prompt_tokens,
+        "cached_tokens": record.cached_tokens(),
         "bytes": record.bytes,
         "target_bytes": record.bytes - record.draft_bytes,
         "draft_bytes": record.draft_bytes,

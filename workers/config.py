@@ -105,14 +105,21 @@ class HFRunnerConfig(Section):
     threads: Count | None = 1
 
 
-def _one_text_each(value: object) -> object:
-    if not isinstance(value, list | tuple) or not all(isinstance(text, str) and text.strip() for text in value):
-        raise problem("a list of texts, or a YAML file with one", "start each text with -")
-    return tuple(text.strip() for text in value)
+def _turns(value: object) -> object:
+    """Read prompts: each a text, or a list of texts that follow one another in a conversation."""
+    want = "a list of texts (or of lists of texts, the turns of a conversation), or a YAML file with one"
+    conversations = []
+    for entry in value if isinstance(value, list | tuple) else [None]:
+        turns = entry if isinstance(entry, list | tuple) else [entry]
+        texts = [turn.strip() for turn in turns if isinstance(turn, str) and turn.strip()]
+        if not texts or len(texts) != len(turns):
+            raise problem(want, "start each text with -")
+        conversations.append(tuple(texts))
+    return tuple(conversations)
 
 
 class WorkloadConfig(Section):
-    """What the benchmark asks for. `prompts` are texts, read already where the file named another file."""
+    """What the benchmark asks for. `prompts` are conversations, read already where the file named another file."""
 
     requests: Count = 8
     prompt_tokens: Annotated[tuple[Count, Count], as_tuple("[lowest, highest]", "write [100, 1000]", length=2)] = (
@@ -121,7 +128,7 @@ class WorkloadConfig(Section):
     )
     output_tokens: Count = 32
     concurrency: Count = 4
-    prompts: Annotated[tuple[str, ...], checked(_one_text_each)] | None = None
+    prompts: Annotated[tuple[tuple[str, ...], ...], checked(_turns)] | None = None
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -129,8 +136,8 @@ class WorkloadConfig(Section):
             raise problem("[lowest, highest]", "write the smaller length first", field="prompt_tokens")
         return self
 
-    def texts(self) -> tuple[str, ...]:
-        """Return the prompts, none where lengths are all there is."""
+    def conversations(self) -> tuple[tuple[str, ...], ...]:
+        """Return the prompts, each with the turns that follow it; none where lengths are all there is."""
         return self.prompts or ()
 
 

@@ -138,7 +138,12 @@ class PoolConfig(Section):
 
 
 class HostTierConfig(Section):
-    """Host memory for pages that leave the device, and how they are stored there."""
+    """Host memory for pages that nobody runs with, and how they are stored there.
+
+    Attributes:
+        bytes: of all host pools of a rank together; 0 for no host tier.
+        codec: "none" or "identity" keep every bit, "fp8" halves 16-bit K and V.
+    """
 
     bytes: SizeBytes = 0
     codec: Annotated[str, one_of("none", "identity", "fp8")] = "none"

@@ -11,6 +11,7 @@ from unikv.ids import RequestId
 from unikv.request import KVCacheRequest
 from workers.control import EvidenceReport, PromptReport, Ready, RunPrompt
 from workers.evidence_report import evidence_report
+from workers.prefix_reuse import open_for_prefill
 from workers.rank_runtime import RankRuntime
 from workers.rendezvous import Rendezvous
 from workers.runner import Runner, Tables
@@ -26,6 +27,7 @@ class _Published:
     tables: Tables
     handle: TransferHandle
     prefill_s: float
+    cached_tokens: int
     reported: bool = False
 
 
@@ -53,31 +55,33 @@ class ContextWorker(Worker[RunPrompt]):
     def take(self, work: RunPrompt) -> bool:
         """Compute one prompt and publish it."""
         started_s = now_s()
-        request = self.runtime.manager.create_request(work.request_id)
+        request: KVCacheRequest | None = None
         try:
+            request = open_for_prefill(self.runtime.manager, work.request_id, work.prompt)
+            cached = request.history_tokens
             aux = self.runner.prefill(request, work.prompt, work.prompt_tokens)
             tables, prefill_s = request.page_tables(), now_s() - started_s
             handle = self._endpoint.publish(work.request_id, tables, work.prompt_tokens, aux)
         except InternalError:
             raise  # ours is broken, not the request
         except CapacityError as error:
-            request.close()
+            _close(request)
             if self._published and not error.permanent:
                 return False
             self.refuse(work, describe(error, self._name("prompt")))
             return True
         except Exception as error:
-            request.close()
+            _close(request)
             self.refuse(work, describe(error, self._name("prompt")))
             return True
-        self._published[work.request_id] = _Published(work, request, tables, handle, prefill_s)
+        self._published[work.request_id] = _Published(work, request, tables, handle, prefill_s, cached)
         return True
 
     def refuse(self, work: RunPrompt, reason: str) -> None:
         """Tell the generation ranks, which may wait for it, and the caller."""
         _log.warning("request %d: %s", work.request_id, reason)
         self._endpoint.fail(work.request_id, reason)
-        self._report(work, reason, 0.0, None)
+        self._report(work, reason)
 
     def settle(self) -> bool:
         """Report what has an outcome, free what is quiet."""
@@ -116,18 +120,26 @@ class ContextWorker(Worker[RunPrompt]):
             except Exception as error:
                 reason = describe(error, self._name("verification"))
         published.reported = True
-        self._report(work, reason, published.prefill_s, evidence)
+        self._report(work, reason, published, evidence)
 
     def _name(self, what: str) -> str:
         return f"{what} on context rank {self.runtime.rank}"
 
-    def _report(self, work: RunPrompt, reason: str, prefill_s: float, evidence: EvidenceReport | None) -> None:
+    def _report(
+        self, work: RunPrompt, reason: str, published: _Published | None = None, evidence: EvidenceReport | None = None
+    ) -> None:
         self.report(
             PromptReport(
                 request_id=work.request_id,
                 rank=self.runtime.rank,
                 reason=reason,
-                prefill_s=prefill_s,
+                prefill_s=0.0 if published is None else published.prefill_s,
+                cached_tokens=0 if published is None else published.cached_tokens,
                 evidence=evidence,
             )
         )
+
+
+def _close(request: KVCacheRequest | None) -> None:
+    if request is not None:
+        request.close()

@@ -14,7 +14,7 @@ from workers.model_store import resolve_model
 from workers.page_bytes import Bytes
 from workers.runner import Decoded, Evidence, PromptPages, Tables
 from workers.runner_hf import HFRunner
-from workers.speculative import SpeculativeDecoder
+from workers.speculative import SpeculativeDecoder, commit_output
 
 
 def load_runner(config: HFRunnerConfig, side: SideConfig) -> HFRunner:
@@ -73,7 +73,9 @@ class ModelRunner:
     ) -> Decoded:
         """Decode speculatively from the request's pages."""
         eos = self._model.eos_token_ids
-        result = SpeculativeDecoder(self._model, request, prompt, first_token, draft_valid_from, max_new, eos).run()
+        decoder = SpeculativeDecoder(self._model, request, prompt, first_token, draft_valid_from, max_new, eos)
+        result = decoder.run()
+        commit_output(request, prompt, result.tokens, decoder.final_tokens)
         return Decoded(
             tokens=result.tokens,
             steps=result.steps,

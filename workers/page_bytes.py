@@ -94,7 +94,11 @@ def live_units(card: RankCard, group_id: GroupId, pages: PromptPages) -> LiveUni
     group, unit = card.group(group_id), pages.unit_tokens
     subs = card.tokens_per_block // unit
     units = live_ordinals(
-        pages.prompt_tokens, tokens_per_block=unit, window=group.window, sink_blocks=group.sink_blocks * subs
+        pages.prompt_tokens,
+        tokens_per_block=unit,
+        window=group.window,
+        sink_blocks=group.sink_blocks * subs,
+        cached_tokens=pages.cached_tokens.get(group_id, 0),
     )
     slots = _slots(pages.tables[group_id], units // np.int32(subs))
     there = slots != NO_PAGE

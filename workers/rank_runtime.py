@@ -18,7 +18,15 @@ from unikv.cache_manager import UnifiedKVCacheManager
 from unikv.errors import ConfigError, explain
 from workers.config import PairConfig, SideConfig
 from workers.runner import Runner
-from workers.topology import pool_budget, positions, rank_card, rank_specs, speculation_shape
+from workers.topology import (
+    check_device,
+    host_tier_options,
+    pool_budget,
+    positions,
+    rank_card,
+    rank_specs,
+    speculation_shape,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -56,6 +64,7 @@ class RankRuntime:
         """
         check_rank(pair, side, rank)
         config = pair.side(side)
+        check_device(config)
         self.pair, self.side, self.position = pair, side, positions(config)[rank]
         self._stack = ExitStack()
         try:
@@ -113,6 +122,7 @@ class RankRuntime:
             pool=pool_budget(config),
             kv_layout=config.kv_layout,
             speculation=speculation_shape(config),
+            host_tier=host_tier_options(config),
         )
         self._stack.callback(self.manager.close)
         _log.info("%s rank %d: cache of %d bytes", self.side, self.rank, self._pool_bytes())

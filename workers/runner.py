@@ -36,12 +36,14 @@ class PromptPages:
         prompt_tokens: tokens whose KV is in the pages.
         unit_tokens: tokens that are looked at as one piece. It divides the blocks of both sides, so that ranks with
             blocks of different lengths speak of the same pieces.
+        cached_tokens: leading tokens by layer group, whole blocks, that were there before and did not travel.
     """
 
     request_id: RequestId
     tables: Tables
     prompt_tokens: int
     unit_tokens: int
+    cached_tokens: Mapping[GroupId, int] = field(default_factory=dict)
 
 
 class Digest(NamedTuple):

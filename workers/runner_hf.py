@@ -128,13 +128,16 @@ class HFRunner:
         """Run target and drafter over a prompt; afterwards history is its length and all of its KV is in the pages.
 
         Args:
-            request: a fresh request of the bound manager.
+            request: an active request of the bound manager, which has computed nothing yet.
             token_ids: the prompt, at least one token.
             chunk_tokens: tokens per pass; None runs the prompt in one.
 
+        A request that took over a prefix from the cache begins behind it. What is computed is committed, if the
+        request takes part in prefix reuse.
+
         Raises:
             SpecError: an empty prompt or chunk, or a prompt longer than the longest sequence.
-            LocalProtocolError: the request has a history already.
+            LocalProtocolError: the request's history reaches the end of the prompt already.
             CapacityError: no pages for a chunk; what earlier chunks took is still there.
         """
         prompt_tokens = len(token_ids)
@@ -142,13 +145,15 @@ class HFRunner:
         _check_prefill(request, prompt_tokens, chunk)
         target, draft = self._open_caches(request, draft_valid_from=0)
         choice = 0
-        for position in range(0, prompt_tokens, chunk):
+        for position in range(request.history_tokens, prompt_tokens, chunk):
             tokens = token_ids[position : position + chunk]
             needed = self.manager.context_capacity(position, len(tokens))
             request.resize(capacity_tokens=max(needed, request.capacity_tokens), history_tokens=position)
             choice = greedy_pass(self.target, target, tokens, position, keep=1)[0]
             if draft is not None:
                 greedy_pass(self.drafter, draft, tokens, position, keep=1)
+            if request.committing:
+                request.commit(tokens)
         request.resize(history_tokens=prompt_tokens)
         return PrefillResult(first_token=choice)
 
@@ -217,6 +222,6 @@ def _check_prefill(request: KVCacheRequest, prompt_tokens: int, chunk_tokens: in
     for field, tokens in (("token_ids", prompt_tokens), ("chunk_tokens", chunk_tokens)):
         if tokens < 1:
             raise SpecError(explain(thing, field, tokens, "at least 1 token", "pass a prompt and a chunk of 1 or more"))
-    if request.history_tokens:
-        cure = "prefill a fresh request; this runner takes no cached prefix"
-        raise LocalProtocolError(explain(thing, "history_tokens", request.history_tokens, "0 tokens", cure))
+    if request.history_tokens >= prompt_tokens:
+        want, cure = f"less than the prompt's {prompt_tokens}", "leave the last token of a prompt to compute"
+        raise LocalProtocolError(explain(thing, "history_tokens", request.history_tokens, want, cure))

@@ -18,6 +18,7 @@ from transfer.cards import build_card
 from transfer.hello import HostIdentity, MemoryExport, ParallelPosition, RankCard, Side, SpeculativeCard
 from unikv.budget import PoolBudget
 from unikv.errors import ConfigError, SpecError, explain
+from unikv.host_tier_options import HostTierOptions
 from unikv.ids import GroupId, LayerId
 from unikv.layer_spec import KVCacheLayerSpec, LayerOwner
 from unikv.layout import CacheLayout, build_layout
@@ -99,6 +100,24 @@ def speculation_shape(side: SideConfig) -> SpeculationShape | None:
 def pool_budget(side: SideConfig) -> PoolBudget:
     """Return the size of one rank's pools."""
     return PoolBudget(pages=side.pool.pages, bytes=side.pool.bytes)
+
+
+def check_device(side: SideConfig) -> None:
+    """Check that this release runs workers on a side's device.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if side.device != "cpu":
+        cure = "set device: cpu; the device copier is not part of this release"
+        raise ConfigError(explain(f"{side.side} worker", "device", side.device, "cpu", cure))
+
+
+def host_tier_options(side: SideConfig) -> HostTierOptions | None:
+    """Return the host tier of a rank, None without one."""
+    tier = side.host_tier
+    codec = "identity" if tier.codec == "none" else tier.codec
+    return HostTierOptions(bytes=tier.bytes, codec=codec) if tier.bytes else None
 
 
 def pool_slots(side: SideConfig, layout: CacheLayout) -> dict[GroupId, int]:

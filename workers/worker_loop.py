@@ -222,15 +222,10 @@ class Worker(ABC, Generic[W]):
         if not 1 <= work.prompt_tokens <= longest:
             thing, want = f"request {work.request_id}", f"in [1, {longest}]"
             return explain(thing, "prompt_tokens", work.prompt_tokens, want, "shorten it, or raise max_seq_len")
-        request = self.runtime.manager.create_request(work.request_id)
         try:
-            request.resize(self.capacity_tokens(work), work.prompt_tokens)
-        except CapacityError as error:
-            return str(error) if error.permanent else ""
-        except SpecError as error:
-            return str(error)
-        finally:
-            request.close()
+            self.runtime.manager.check_fits(self.capacity_tokens(work), work.prompt_tokens)
+        except (CapacityError, SpecError) as error:
+            return f"request {work.request_id}: {error}"
         return ""
 
     def _attach(self, message: Attach) -> None:

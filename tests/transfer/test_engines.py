@@ -43,7 +43,7 @@ from transfer.messages import (
 from transfer.options import TransferOptions
 from transfer.outcome import TransferHandle
 from transfer.testing_ranks import GatedCopier, SmallRank
-from unikv.errors import CopyError, InternalError, LocalProtocolError
+from unikv.errors import CopyError, InternalError, LinkBrokenError, LocalProtocolError
 from unikv.ids import GroupId, RequestId
 
 TOKENS = 40  # 10 target pages and 6 live draft pages: 16 chunks of one page
@@ -826,7 +826,7 @@ def test_a_generation_rank_that_says_goodbye_in_mid_move_releases_the_pages_afte
             memory.regions(GroupId(0))
 
 
-def test_a_context_rank_that_says_goodbye_is_quiet_and_forgotten(world: World) -> None:
+def test_a_context_rank_that_says_goodbye_is_quiet_and_remembered_with_its_reason(world: World) -> None:
     context, generation = world.pair()
     got = receive(generation, 1, context)
     world.settle(2)
@@ -834,7 +834,7 @@ def test_a_context_rank_that_says_goodbye_is_quiet_and_forgotten(world: World) -
     context.engine.close()
     generation.turn()
     assert "maintenance" in reason_of(got) and got.quiet
-    with pytest.raises(LocalProtocolError, match="connect to the instance first"):
+    with pytest.raises(LinkBrokenError, match=r"context rank 0 said goodbye: maintenance; connect to an instance"):
         receive(generation, 2, context)
 
 
@@ -859,6 +859,8 @@ def test_a_lost_context_rank_on_the_staged_path_is_quiet_at_once(staged_world: W
     staged_world.remove(context)
     generation.turn()
     assert "is gone" in reason_of(got) and got.quiet
+    with pytest.raises(LinkBrokenError, match=r"context rank 0 is gone: .*; connect to an instance that is there"):
+        receive(generation, 2, context)
 
 
 def test_last_words_of_a_lost_peer_prove_that_it_is_quiet(direct_world: World) -> None:

@@ -99,7 +99,7 @@ def test_sections_left_out_have_their_defaults(folder: Path) -> None:
     assert pair.transfer.options() == TransferOptions(timeout_s=60.0, chunk_bytes=8 << 20)
     assert pair.runner == PatternRunnerConfig(kind="pattern")
     assert (pair.workload.requests, pair.workload.prompt_tokens) == (8, (100, 1000))
-    assert pair.workload.texts() == ()
+    assert pair.workload.conversations() == ()
 
 
 def test_options_carry_what_the_file_says(folder: Path) -> None:
@@ -415,8 +415,6 @@ def test_draft_layers_come_last(folder: Path) -> None:
         ),
         ("transfer.checksum=page", ["transfer.checksum is 'page'", "does not serve it yet"]),
         ("transfer.curve={public: a, secret: b, authorized: c}", ["transfer.curve is", "does not serve it yet"]),
-        ("context.host_tier.bytes=1GiB", ["context.host_tier.bytes is 1073741824", "does not serve it yet"]),
-        ("generation.host_tier.codec=fp8", ["generation.host_tier.codec is 'fp8'", "does not serve it yet"]),
         ("generation.parallel.cp=2", ["generation.parallel.cp is 2", "does not serve it yet"]),
     ],
 )
@@ -579,8 +577,10 @@ def test_prompts_are_read_beside_the_pair_file(folder: Path, monkeypatch: pytest
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
     pair = load_pair("../pair.yaml", environ={})
-    assert pair.workload.texts() == ("one", "two\nlines")
-    assert load_pair("../pair.yaml", overrides=["workload.prompts=[here]"], environ={}).workload.texts() == ("here",)
+    assert pair.workload.conversations() == (("one",), ("two\nlines",))
+    assert load_pair("../pair.yaml", overrides=["workload.prompts=[here]"], environ={}).workload.conversations() == (
+        ("here",),
+    )
 
 
 @pytest.mark.parametrize(
@@ -621,9 +621,17 @@ def test_a_file_wins_over_a_preset_of_the_same_name(folder: Path) -> None:
 
 
 def test_the_model_preset_brings_its_prompts(folder: Path) -> None:
-    texts = load_pair("smollm2", environ={}).workload.texts()
-    words = [len(text.split()) for text in texts]
-    assert len(texts) == len(set(texts)) == 8
+    conversations = load_pair("smollm2", environ={}).workload.conversations()
+    words = [sum(len(text.split()) for text in turns) for turns in conversations]
+    assert len(conversations) == len(set(conversations)) == 8
     assert [count > 300 for count in words] == [False] * 5 + [True] * 3
-    # Room for every prompt in max_seq_len: English takes fewer than 1.5 tokens a word.
-    assert max(words) * 1.5 + 48 < 2048
+    assert [len(turns) for turns in conversations] == [3, 1, 1, 1, 1, 3, 1, 1]
+    # Room for every conversation in max_seq_len: English takes fewer than 1.5 tokens a word.
+    assert max(words) * 1.5 + 3 * 48 < 2048
+
+
+def test_a_prompt_may_be_a_conversation(folder: Path) -> None:
+    (folder / "prompts.yaml").write_text("- [who, ' why ']\n- when\n")
+    pair = load_pair("pair.yaml", overrides=["workload.prompts=prompts.yaml"], environ={})
+    assert pair.workload.conversations() == (("who", "why"), ("when",))
+    assert "of a conversation" in refusal("workload.prompts=[[]]")
