@@ -1,4 +1,4 @@
-"""``python -m workers`` and ``unikv``: the command line, quiet also when it is interrupted while it is still importing."""
+"""``python -m workers`` and ``unikv``: the command line, quiet also when interrupted while it is still importing."""
 
 from __future__ import annotations
 
