@@ -65,6 +65,8 @@ def check_target(target: str) -> None:
     """
     path = Path(target)
     if target == STDOUT:
+        if sys.stdout is None:
+            raise ConfigError(explain("result", _OPTION, "stdout, which is closed", "an open one", "name a file"))
         return
     reason = _refusal(path)
     if reason:

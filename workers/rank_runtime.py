@@ -41,9 +41,7 @@ def check_rank(pair: PairConfig, side: Side, rank: int) -> None:
     if not 0 <= rank < config.parallel.world_size:
         want = f"in [0, {config.parallel.world_size})"
         raise ConfigError(explain(f"{side} worker", "rank", rank, want, "match parallel in the pair file"))
-    if config.device != "cpu":
-        cure = "set device: cpu; the device copier is not part of this release"
-        raise ConfigError(explain(f"{side} worker", "device", config.device, "cpu", cure))
+    check_device(config)
 
 
 class RankRuntime:
@@ -64,7 +62,6 @@ class RankRuntime:
         """
         check_rank(pair, side, rank)
         config = pair.side(side)
-        check_device(config)
         self.pair, self.side, self.position = pair, side, positions(config)[rank]
         self._stack = ExitStack()
         try:

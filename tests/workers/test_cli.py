@@ -278,6 +278,39 @@ def test_an_interrupt_ends_without_a_traceback() -> None:
     assert b"Traceback" not in err
 
 
+def test_an_interrupt_during_the_imports_ends_without_a_traceback() -> None:
+    code = """
+import sys
+class Interrupting:
+    def find_spec(self, name, path=None, target=None):
+        if name == "workers.cli_run":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupting())
+from workers.__main__ import main
+sys.exit(main())
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (130, b"")
+
+
+@pytest.mark.parametrize(
+    ("words", "closed", "code"),
+    [
+        (["check", GOOD], ">&-", 0),
+        (["check", GOOD], ">&- 2>&-", 0),
+        (["check", GOOD, "--json"], ">&-", 64),
+        (["bench", GOOD, "--json"], ">&-", 64),
+        (["check", "not-there"], "2>&-", 64),
+    ],
+)
+def test_closed_outputs_are_no_traceback(words: list[str], closed: str, code: int) -> None:
+    command = ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-m", "workers", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert "Traceback" not in done.stderr
+    assert ("stdout, which is closed" in done.stderr) == ("--json" in words)
+
+
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_a_reader_that_leaves_early_is_no_traceback(monkeypatch: pytest.MonkeyPatch, unbuffered: str) -> None:
     monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
