@@ -13,7 +13,7 @@ from unikv.request_publish import PrefixPublisher
 class PlannedDrop:
     """Names the windowed pages that a match at the end of the committed tokens needs. Use it once.
 
-    Full-attention pages are not among them: every longer and every shorter match needs them too.
+    Full-attention pages and sinks are not among them: every longer and every shorter match needs them too.
     """
 
     def __init__(self, cache: PageCacheManager, publisher: PrefixPublisher) -> None:
@@ -49,5 +49,6 @@ def _endpoint_pages(cache: PageCacheManager, publisher: PrefixPublisher) -> list
         for group in cache.layout.groups
         if group.window is not None
         for ordinal in live_ordinals(group, length, cache.layout.tokens_per_block)
+        if ordinal >= group.sink_blocks
     ]
     return [page for page in pages if page is not None]

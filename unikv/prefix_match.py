@@ -19,7 +19,7 @@ from unikv.cached_page import CachedPage
 from unikv.ids import GroupId
 from unikv.layer_spec import ReusePolicy
 from unikv.layout import GroupLayout
-from unikv.prefix_tree import PrefixNode, PrefixTreeManager, ReuseScope
+from unikv.prefix_tree import TOKEN_BYTES, PrefixNode, PrefixTreeManager, ReuseScope
 from unikv.ranges import Span, ceil_div, stale_blocks
 
 
@@ -82,11 +82,13 @@ def match_prefix(
         backoff_tokens: tokens a hosted drafter reads ahead; as many matched ones are computed again.
         also_required: OPTIONAL groups that limit the length this time.
     """
-    found = tree.walk(scope, tokens, partial=partial)
-    lookup = len(tokens) // 8
-    diverges = sum(matched for _, matched in found)
-    nodes = [node for node, _ in found]
-    length = max(0, diverges - backoff_tokens)
+    nodes = tree.walk(scope, tokens)
+    branches = tree.branches(scope, nodes, tokens) if partial else []
+    diverges = len(nodes) * tokens_per_block + max((common for _, common in branches), default=0)
+    length = max(0, len(nodes) * tokens_per_block - backoff_tokens)
+    if branches:
+        tail, length = _best_branch(branches, groups, len(nodes), tokens_per_block, backoff_tokens)
+        nodes.append(tail)
     if not partial:
         length -= length % tokens_per_block
     required = [g for g in groups if g.reuse_policy is ReusePolicy.REQUIRED or g.group_id in also_required]
@@ -96,7 +98,9 @@ def match_prefix(
         if not partial:
             length -= length % tokens_per_block
     used = tuple(nodes[: ceil_div(length, tokens_per_block)])
-    return PrefixMatch(nodes=used, num_tokens=length, divergence_tokens=diverges, lookup_tokens=lookup)
+    return PrefixMatch(
+        nodes=used, num_tokens=length, divergence_tokens=diverges, lookup_tokens=len(tokens) // TOKEN_BYTES
+    )
 
 
 def reuse_status(match: PrefixMatch, group: GroupLayout, tokens_per_block: int) -> ReuseStatus:
@@ -121,12 +125,55 @@ def live_ordinals(group: GroupLayout, length: int, tokens_per_block: int) -> lis
 
 def live_needs(group: GroupLayout, length: int, tokens_per_block: int) -> Iterator[tuple[int, Span]]:
     """Yield the live ordinals at `length`, each with the offsets inside its block that will be read."""
-    first = 0 if group.window is None else max(0, length + 1 - group.window)
     for ordinal in live_ordinals(group, length, tokens_per_block):
-        start = ordinal * tokens_per_block
-        end = min(tokens_per_block, length - start)
-        lo = 0 if ordinal < group.sink_blocks else min(max(0, first - start), end)
-        yield ordinal, Span(lo, end)
+        yield ordinal, _need(group, ordinal, length, tokens_per_block)
+
+
+def _need(group: GroupLayout, ordinal: int, length: int, tokens_per_block: int) -> Span:
+    """Return the offsets inside a live block that will be read when `length` tokens are final."""
+    first = 0 if group.window is None or ordinal < group.sink_blocks else length + 1 - group.window
+    start = ordinal * tokens_per_block
+    end = min(tokens_per_block, length - start)
+    return Span(min(max(0, first - start), end), end)
+
+
+def _best_branch(
+    branches: Sequence[tuple[PrefixNode, int]],
+    groups: Sequence[GroupLayout],
+    ordinal: int,
+    tokens_per_block: int,
+    backoff_tokens: int,
+) -> tuple[PrefixNode, int]:
+    """Return the block that goes furthest along the prompt with all required pages, and how far the match may reach.
+
+    Among equals the one that completes most optional groups: blocks that begin alike may have pages of other groups.
+    """
+    required = [group for group in groups if group.reuse_policy is ReusePolicy.REQUIRED]
+    optional = [group for group in groups if group.reuse_policy is ReusePolicy.OPTIONAL]
+    ranks: list[tuple[int, int]] = []
+    for node, common in branches:
+        reach = max(0, ordinal * tokens_per_block + common - backoff_tokens)
+        reach = _reach(node, required, ordinal, reach, tokens_per_block)
+        served = sum(
+            _serves(node.pages[group.group_id], _need(group, ordinal, reach, tokens_per_block))
+            for group in optional
+            if reach > ordinal * tokens_per_block
+        )
+        ranks.append((reach, served))
+    best = ranks.index(max(ranks))
+    return branches[best][0], ranks[best][0]
+
+
+def _reach(node: PrefixNode, groups: Sequence[GroupLayout], ordinal: int, length: int, tokens_per_block: int) -> int:
+    """Return what is left of a match of `length` tokens that ends in `node` for the pages of this one block."""
+    start, cut = ordinal * tokens_per_block, -1
+    while start < length != cut:
+        cut = length
+        for group in groups:
+            need, page = _need(group, ordinal, length, tokens_per_block), node.pages[group.group_id]
+            if not _serves(page, need):
+                length = start + _usable(page, need)
+    return length
 
 
 def _first_cut(nodes: Sequence[PrefixNode], groups: Sequence[GroupLayout], length: int, tokens_per_block: int) -> int:

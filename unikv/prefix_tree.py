@@ -128,27 +128,27 @@ class PrefixTreeManager:
                 yield node
             stack += [*node.children.values(), *node.partials.values()]
 
-    def walk(self, scope: ReuseScope, tokens: bytes, *, partial: bool) -> list[tuple[PrefixNode, int]]:
-        """Return the nodes along `tokens`, each with how many of its tokens match; the last one may match in part.
-
-        Args:
-            scope: whose tree.
-            tokens: the prefix, see `token_bytes`.
-            partial: whether a block may match with its first tokens only.
-        """
-        node, step, found = self._roots.get(scope), self._block_bytes, list[tuple[PrefixNode, int]]()
-        if node is None:
-            return found
-        full = step // TOKEN_BYTES
+    def walk(self, scope: ReuseScope, tokens: bytes) -> list[PrefixNode]:
+        """Return the full blocks along `tokens`, see `token_bytes`, in the tree of `scope`."""
+        node, step, found = self._roots.get(scope), self._block_bytes, list[PrefixNode]()
         for start in range(0, len(tokens) - step + 1, step):
-            child = node.children.get(tokens[start : start + step])
-            if child is None:
+            node = None if node is None else node.children.get(tokens[start : start + step])
+            if node is None:
                 break
-            found.append((child, full))
-            node = child
-        if partial:
-            found += self._longest_common(node, tokens[len(found) * step :][:step])
+            found.append(node)
         return found
+
+    def branches(self, scope: ReuseScope, walked: Sequence[PrefixNode], tokens: bytes) -> list[tuple[PrefixNode, int]]:
+        """Return every block behind `walked` that goes on along `tokens` for a while, with how many tokens it does.
+
+        None at all where there are `MAX_SIBLINGS` blocks or more.
+        """
+        node = walked[-1] if walked else self._roots.get(scope)
+        rest = tokens[len(walked) * self._block_bytes :][: self._block_bytes]
+        if node is None or not rest or len(node.children) + len(node.partials) >= MAX_SIBLINGS:
+            return []
+        blocks = [*node.children.values(), *node.partials.values()]
+        return [(block, common) for block in blocks if (common := _common_tokens(block.key, rest))]
 
     def insert(self, parent: PrefixNode, key: bytes) -> tuple[PrefixNode, PrefixNode | None]:
         """Return the full block `key` behind `parent`, and the shorter one it makes superfluous, if there was one."""
@@ -158,13 +158,15 @@ class PrefixTreeManager:
         node = parent.children[key] = PrefixNode(parent, key, self._num_groups)
         return node, self._replaced_by(parent, key)
 
-    def insert_partial(self, parent: PrefixNode, key: bytes) -> tuple[PrefixNode | None, PrefixNode | None]:
-        """Return a new partial block `key` behind `parent` and the shorter one it replaces.
+    def insert_partial(self, parent: PrefixNode, key: bytes) -> tuple[PrefixNode, PrefixNode | None]:
+        """Return the partial block `key` behind `parent`, and the shorter one it makes superfluous, if there was one.
 
-        (None, None) where a block with at least these tokens is there already.
+        Where a block with at least these tokens is there already, it is that one.
         """
-        if any(other.startswith(key) for other in (*parent.children, *parent.partials)):
-            return None, None
+        for siblings in (parent.partials, parent.children):
+            for other, node in siblings.items():
+                if other.startswith(key):
+                    return node, None
         replaced = self._replaced_by(parent, key)
         node = parent.partials[key] = PrefixNode(parent, key, self._num_groups)
         return node, replaced
@@ -208,15 +210,6 @@ class PrefixTreeManager:
                 node.attached = False
                 return node
         return None
-
-    def _longest_common(self, node: PrefixNode, rest: bytes) -> list[tuple[PrefixNode, int]]:
-        """Return the child that shares most leading tokens with `rest`, if any does, with their count."""
-        if not rest or len(node.children) + len(node.partials) >= MAX_SIBLINGS:
-            return []
-        children = [*node.children.values(), *node.partials.values()]
-        best = max(children, key=lambda child: _common_tokens(child.key, rest), default=None)
-        matched = 0 if best is None else _common_tokens(best.key, rest)
-        return [(best, matched)] if best is not None and matched else []
 
 
 def _common_tokens(one: bytes, other: bytes) -> int:

@@ -104,11 +104,11 @@ class PrefixPublisher:
         if not rest:
             return
         node, replaced = self._cache.tree.insert_partial(self._parent(), rest)
-        if node is not None:
-            for row in self._rows:
-                self._publish_page(node, row, node.num_tokens)
-            if replaced is not None:
-                self._cache.replace_partial(replaced, node)
+        for row in self._rows:
+            self._publish_page(node, row, len(rest) // TOKEN_BYTES)
+        if replaced is not None:
+            self._cache.replace_partial(replaced, node)
+        if node.key == rest:
             self.tail = node
             self._cache.tree.prune(node)
 
@@ -128,7 +128,8 @@ class PrefixPublisher:
             return
         there = node.page(row.group.group_id)
         if there is not None and there.covers(valid_from, span):
-            self._share(there, row, slot)
+            if span == self._block_tokens:  # behind the span of a shorter one, its owner goes on writing
+                self._share(there, row, slot)
         elif there is None or (valid_from <= there.valid_from and span >= there.span):
             self._put(node, row, slot, valid_from, span)
 

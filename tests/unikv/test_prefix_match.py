@@ -45,8 +45,7 @@ def plant(tree, tokens, tpb, scope=EVERYBODY):
             if key not in before:
                 new.append(node)
         else:
-            partial, _ = tree.insert_partial(node, key)
-            new += [partial] if partial is not None else []
+            new.append(tree.insert_partial(node, key)[0])
     return new
 
 
@@ -96,20 +95,34 @@ def forests(draw):
 def test_the_match_is_the_longest_that_every_required_group_serves(forest, tokens, partial, backoff):
     tree, layer_groups, tpb = forest
     keys = token_bytes(tokens)
-    walked = tree.walk(EVERYBODY, keys, partial=partial)
-    nodes, same = [node for node, _ in walked], sum(count for _, count in walked)
+    walked = tree.walk(EVERYBODY, keys)
+    branches = tree.branches(EVERYBODY, walked, keys) if partial else []
+    lines = [(walked, len(walked) * tpb), *(([*walked, node], len(walked) * tpb + common) for node, common in branches)]
     required = [each for each in layer_groups if each.reuse_policy is ReusePolicy.REQUIRED]
-    best = 0
-    for n in range(max(0, same - backoff), 0, -1):
-        if (partial or n % tpb == 0) and all(has(nodes, each, needed(each, n, tpb), tpb) for each in required):
-            best = n
-            break
+    optional = [each for each in layer_groups if each.reuse_policy is ReusePolicy.OPTIONAL]
+
+    def longest(nodes, same):
+        for n in range(max(0, same - backoff), 0, -1):
+            if (partial or n % tpb == 0) and all(has(nodes, each, needed(each, n, tpb), tpb) for each in required):
+                return n
+        return 0
+
+    lengths = [longest(nodes, same) for nodes, same in lines]
+    best = max(lengths)
     match = match_prefix(
         tree, EVERYBODY, keys, layer_groups, tokens_per_block=tpb, partial=partial, backoff_tokens=backoff
     )
     assert match.num_tokens == best
-    assert (match.divergence_tokens, match.lookup_tokens) == (same, len(tokens))
-    assert list(match.nodes) == nodes[: -(-best // tpb)]
+    assert (match.divergence_tokens, match.lookup_tokens) == (max(same for _, same in lines), len(tokens))
+    nodes = list(match.nodes)
+    candidates = [line[: len(nodes)] for (line, _), length in zip(lines, lengths, strict=True) if length == best]
+    assert nodes in candidates
+    assert len(nodes) == -(-best // tpb)
+
+    def complete_groups(line):
+        return sum(has(line, each, needed(each, best, tpb), tpb) for each in optional)
+
+    assert complete_groups(nodes) == max(map(complete_groups, candidates))
     for each in layer_groups:
         found = reuse_status(match, each, tpb)
         complete = best > 0 and each.reuse_policy is not ReusePolicy.PRIVATE

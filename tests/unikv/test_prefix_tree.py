@@ -27,7 +27,7 @@ def tree():
 
 
 def plant(tree, tokens, scope=EVERYBODY):
-    """Insert a sequence block by block, its end in part; return its nodes, None for an end that is there already."""
+    """Insert a sequence block by block, its end in part; return its nodes."""
     node, found = tree.root(scope), []
     for start in range(0, len(tokens), TPB):
         key = token_bytes(tokens[start : start + TPB])
@@ -39,12 +39,12 @@ def plant(tree, tokens, scope=EVERYBODY):
     return found
 
 
-def walk(tree, tokens, *, partial=True, scope=EVERYBODY):
-    return tree.walk(scope, token_bytes(tokens), partial=partial)
-
-
-def counts(tree, tokens, **kw):
-    return [count for _, count in walk(tree, tokens, **kw)]
+def counts(tree, tokens, *, partial=True, scope=EVERYBODY):
+    """How many tokens of each block match, of the last one perhaps some."""
+    keys = token_bytes(tokens)
+    walked = tree.walk(scope, keys)
+    branches = tree.branches(scope, walked, keys) if partial else []
+    return [TPB] * len(walked) + sorted((common for _, common in branches), reverse=True)[:1]
 
 
 def page(group_id=0):
@@ -108,12 +108,12 @@ def test_scopes_have_trees_of_their_own(tree):
     assert counts(tree, [0] * TPB, scope=ReuseScope(lora_id=8)) == []
 
 
-def test_a_partial_block_that_is_covered_is_not_made(tree):
-    plant(tree, [1, 2, 3, 4])
-    plant(tree, [5, 6, 7])
+def test_a_partial_block_that_is_covered_is_the_one_that_covers_it(tree):
+    [whole], [partial] = plant(tree, [1, 2, 3, 4]), plant(tree, [5, 6, 7])
     root = tree.root(EVERYBODY)
     for tokens in ([1], [1, 2, 3], [5, 6], [5, 6, 7]):
-        assert tree.insert_partial(root, token_bytes(tokens)) == (None, None)
+        node = whole if tokens[0] == 1 else partial
+        assert tree.insert_partial(root, token_bytes(tokens)) == (node, None)
     assert len(list(tree.nodes())) == 2
 
 
@@ -148,11 +148,13 @@ def test_a_walk_ends_where_the_tokens_part(tree):
     assert counts(tree, [99]) == []
 
 
-def test_the_longest_common_block_is_found_among_whole_and_partial_ones(tree):
-    plant(tree, [1, 2, 9, 9])
-    [best] = plant(tree, [1, 2, 3])
-    assert walk(tree, [1, 2, 3, 4]) == [(best, 3)]
-    assert counts(tree, [1, 5]) == [1]
+def test_all_blocks_that_begin_alike_are_told_apart_by_how_far(tree):
+    [whole], [partial], [other] = (plant(tree, tokens) for tokens in ([1, 2, 9, 9], [1, 2, 3], [5]))
+    assert set(tree.branches(EVERYBODY, [], token_bytes([1, 2, 3, 4]))) == {(whole, 2), (partial, 3)}
+    assert set(tree.branches(EVERYBODY, [], token_bytes([1, 5]))) == {(whole, 1), (partial, 1)}
+    assert tree.branches(EVERYBODY, [], token_bytes([5, 5, 5, 5, 5])) == [(other, 1)]
+    assert tree.branches(EVERYBODY, [whole], token_bytes([1, 2, 9, 9])) == []
+    assert tree.branches(ReuseScope(salt="x"), [], token_bytes([1])) == []
 
 
 def test_among_very_many_blocks_only_whole_ones_are_found(tree):
@@ -173,14 +175,10 @@ def test_a_walk_finds_the_longest_prefix_of_everything_put_in(sequences, tokens)
             (i for i, (a, b) in enumerate(zip(tokens, other, strict=False)) if a != b), min(map(len, (tokens, other)))
         )
 
-    walked = walk(tree, tokens)
-    assert sum(count for _, count in walked) == max(map(common, sequences), default=0)
+    assert sum(counts(tree, tokens)) == max(map(common, sequences), default=0)
     assert sum(counts(tree, tokens, partial=False)) == max((common(s) // TPB * TPB for s in sequences), default=0)
-    assert [count for _, count in walked[:-1]] == [TPB] * (len(walked) - 1)
-    start = 0
-    for node, count in walked:
-        assert node.key.startswith(token_bytes(tokens[start : start + count]))
-        start += count
+    walked = tree.walk(EVERYBODY, token_bytes(tokens))
+    assert b"".join(node.key for node in walked) == token_bytes(tokens[: len(walked) * TPB])
     blocks = {tuple(s[:end]) for s in sequences for end in range(TPB, len(s) + 1, TPB)}
     assert sum(node.num_tokens == TPB for node in tree.nodes()) == len(blocks)
 

@@ -383,6 +383,41 @@ def test_a_longer_block_adopts_pages_it_lacks_with_their_spans(make):
     assert status(bench.create(4, words(13)), 1) == (13, True, [(0, 13)])
 
 
+def test_a_partial_end_that_lost_a_page_gets_one_from_the_next_request(make):
+    bench = make((OPTIONAL, 8))
+    bench.publish(1, words(14))
+    bench.unlink(words(14), 3, 1)
+    again = bench.open(2, words(14), claim_limit=0)
+    again.compute(14)
+    slots = again.row(0), again.row(1)
+    again.stop()
+    assert (again.row(0), again.row(1)) == slots, "its last block stays its own: it goes on writing there"
+    assert status(bench.create(3, words(14)), 1) == (14, True, [(4, 14)])
+
+
+@pytest.mark.parametrize("end", [14, 16])
+def test_the_start_of_a_longer_block_that_lost_a_page_gets_one_with_a_short_span(make, end):
+    bench = make((OPTIONAL, 8))
+    bench.publish(1, words(end))
+    bench.unlink(words(end), 3, 1)
+    again = bench.open(2, words(13), claim_limit=0)
+    again.compute(13)
+    again.close()
+    assert bench.page(words(end), 3, 1).span == 1
+    assert [status(bench.create(n, words(n)), 1)[1] for n in (13, 14)] == [True, False]
+
+
+def test_of_blocks_that_begin_alike_the_one_with_the_most_pages_serves(make):
+    bench = make((REQUIRED, 8), (OPTIONAL, 8))
+    for number, lost in enumerate([1, 2, None]):
+        tokens = [*words(10), number, number]
+        bench.publish(number, tokens, claim_limit=0)
+        if lost is not None:
+            bench.unlink(tokens, 2, lost)
+    chat = bench.open(9, [*words(10), 77], 2)
+    assert chat.request.committed_tokens == 10
+
+
 def test_blocks_that_left_the_tree_are_published_again(make):
     bench = make()
     chat = bench.open(1, words(16))
