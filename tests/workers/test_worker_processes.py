@@ -191,10 +191,10 @@ def test_the_others_hear_of_a_killed_worker_within_two_seconds(
         run, killed_s, finished = run_and_kill(running, victim, signal.SIGKILL)
         ended_s = time.monotonic()
         assert [f"{death.side} rank {death.rank} {death.reason}" for death in run.deaths] == [f"{name} signal SIGKILL"]
-        # Some of those that were open may still have arrived whole.
+        # How many were open depends on how many had finished with the third; some of them may have arrived whole.
         open_then = [r for r in run.records if r.submitted_s < killed_s and r.request_id not in finished]
         failed = [record for record in open_then if record.reason]
-        assert failed and len(open_then) >= running.pair.workload.concurrency - 1
+        assert failed
         for record in failed:
             assert name in record.reason
             assert record.finished_s - killed_s < TOLD_WITHIN_S
