@@ -951,6 +951,23 @@ def test_a_request_publishes_onto_a_page_that_is_on_the_host(make):
     assert bench.cache._cold[0].num_used == 0
 
 
+def test_a_page_on_the_host_does_not_move_into_a_slot_with_less(make):
+    """The drafter skipped the start of the block; what others would find there is anything."""
+    bench = make((OPTIONAL, 16), pages=9, host=8)
+    bench.publish(1, words(8))
+    own = bench.open(2, words(8), claim_limit=0)
+    own.compute(8, commit=False, skip={1: 6})
+    rival = bench.open(3, words(20, salt=3))
+    rival.compute(20, commit=False)
+    page = bench.page(words(8), 1, 1)
+    assert page.slot == NO_PAGE
+    own.commit(8)
+    assert (page.slot, page.valid_from) == (NO_PAGE, 0)
+    rival.close()
+    reader = bench.open(4, words(8), 1)
+    assert reader.live(1) == [0, 1]
+
+
 def test_pinned_pages_stay_while_their_request_is_suspended(make):
     bench = make(pages=9, host=8)
     chat = bench.open(1, words(16))
