@@ -195,6 +195,21 @@ def test_windows_grow_by_what_a_drafter_reads_ahead(make_bench, make_layer, wind
     assert bench.groups[0].window == kept
 
 
+@pytest.mark.parametrize("lost", [True, False])
+def test_a_window_of_one_token_publishes_no_block_that_it_did_not_compute_in_full(make, lost):
+    """It reads nothing of the block it goes on in, whose page may be missing or be too short."""
+    bench = make((REQUIRED, 1))
+    bench.publish(1, words(6))
+    if lost:
+        bench.unlink(words(6), 1, 1)
+    else:
+        bench.open(2, words(7), claim_limit=0).compute(7)
+    chat = bench.open(3, [*words(7), 5])
+    assert chat.request.committed_tokens == 6
+    chat.compute(8)
+    assert bench.page([*words(7), 5], 1, 1).valid_from == (6 if lost else 0)
+
+
 def test_where_the_prompts_part_is_told_even_if_less_can_be_taken_over(make):
     bench = make((REQUIRED, 8))
     bench.publish(1, words(24))
