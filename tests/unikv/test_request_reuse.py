@@ -195,19 +195,26 @@ def test_windows_grow_by_what_a_drafter_reads_ahead(make_bench, make_layer, wind
     assert bench.groups[0].window == kept
 
 
-@pytest.mark.parametrize("lost", [True, False])
-def test_a_window_of_one_token_publishes_no_block_that_it_did_not_compute_in_full(make, lost):
-    """It reads nothing of the block it goes on in, whose page may be missing or be too short."""
+def test_a_window_of_one_token_publishes_nothing_of_a_page_it_did_not_find(make):
+    """It reads nothing of the block it goes on in, so that its page may be missing."""
     bench = make((REQUIRED, 1))
     bench.publish(1, words(6))
-    if lost:
-        bench.unlink(words(6), 1, 1)
-    else:
-        bench.open(2, words(7), claim_limit=0).compute(7)
-    chat = bench.open(3, [*words(7), 5])
+    bench.unlink(words(6), 1, 1)
+    chat = bench.open(3, words(8))
     assert chat.request.committed_tokens == 6
     chat.compute(8)
-    assert bench.page([*words(7), 5], 1, 1).valid_from == (6 if lost else 0)
+    assert bench.page(words(8), 1, 1).valid_from == 2
+
+
+def test_a_window_of_one_token_publishes_nothing_of_a_page_that_ended_before_it(make):
+    bench = make((REQUIRED, 1))
+    bench.publish(1, words(6))
+    bench.open(2, words(8), claim_limit=0).compute(8, skip={1: 8})
+    assert [bench.page(words(8), 1, group).span for group in (0, 1)] == [4, 2]
+    chat = bench.open(3, [*words(7), 5])
+    assert chat.request.committed_tokens == 7
+    chat.compute(8)
+    assert bench.page([*words(7), 5], 1, 1).valid_from == 3
 
 
 def test_where_the_prompts_part_is_told_even_if_less_can_be_taken_over(make):
