@@ -133,15 +133,21 @@ class PrefixClaim:
         tail: int,
     ) -> dict[GroupId, list[PageMove]]:
         moves: dict[GroupId, list[PageMove]] = {}
-        tpb, length = self.cache.layout.tokens_per_block, self.match.num_tokens
         for group_id, row in rows.items():
             ordinals, slots = fresh[group_id]
             new = list(zip(ordinals, slots, strict=True))
             row.fill(row.slots.shape[0], row.stale, [*((o, page.slot) for o, page in shared[group_id]), *new])
-            row.unwritten = Span(0, 0 if group_id in self.selected else length)
-            for ordinal, page in self.pages.get(group_id, {}).items():
-                if page.valid_from:
-                    row.unwritten = Span(0, max(row.unwritten.hi, ordinal * tpb + page.valid_from))
-                if ordinal == tail:
-                    moves[group_id] = [PageMove(page.slot, slots[list(ordinals).index(tail)])]
+            pages = self.pages.get(group_id, {})
+            row.unwritten = Span(0, self._unwritten(group_id, pages, tail))
+            if tail in pages:
+                moves[group_id] = [PageMove(pages[tail].slot, slots[list(ordinals).index(tail)])]
         return moves
+
+    def _unwritten(self, group_id: GroupId, pages: Mapping[int, CachedPage], tail: int) -> int:
+        """Return the position before which a group has not all it would have, had it computed the prefix itself."""
+        tpb, length = self.cache.layout.tokens_per_block, self.match.num_tokens
+        # A window of one token reads nothing of the last block: its page may be missing, or too short.
+        whole = tail < 0 or (tail in pages and pages[tail].span >= length - tail * tpb)
+        if group_id not in self.selected or not whole:
+            return length
+        return max((ordinal * tpb + page.valid_from for ordinal, page in pages.items() if page.valid_from), default=0)

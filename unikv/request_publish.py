@@ -129,7 +129,7 @@ class PrefixPublisher:
         there = node.page(row.group.group_id)
         if there is not None and there.covers(valid_from, span):
             if span == self._block_tokens:  # behind the span of a shorter one, its owner goes on writing
-                self._share(there, row, slot)
+                self._share(there, row, slot, valid_from)
         elif there is None or (valid_from <= there.valid_from and span >= there.span):
             self._put(node, row, slot, valid_from, span)
 
@@ -148,11 +148,11 @@ class PrefixPublisher:
         page.priority = self._priority(node.ordinal, group.group_id)
         self._cache.publish(node, page)
 
-    def _share(self, there: CachedPage, row: BlockRow, slot: int) -> None:
-        """Use the page of the tree instead of our own with the same content."""
+    def _share(self, there: CachedPage, row: BlockRow, slot: int, valid_from: int) -> None:
+        """Use the page of the tree instead of our own, which has no more than that, from `valid_from` on."""
         pool_group = row.group.pool_group
         if there.slot == NO_PAGE:
-            if self._cache.page_at(pool_group, slot) is None:
+            if valid_from <= there.valid_from and self._cache.page_at(pool_group, slot) is None:
                 self._cache.warm_up(there, slot)
         elif there.slot != slot:
             self._cache.allocators[pool_group].retain((there.slot,))

@@ -212,7 +212,7 @@ class Chat:
             start = max(begin, (skip or {}).get(group.group_id, 0))
             if start > begin:
                 self.first[group.group_id] = start
-                request.mark_written(group.group_id, start)
+                request.mark_written(group.group_id, start, sinks=False)
             self.write(group.group_id, start, end)
         request.resize(history_tokens=end)
         self.bench.check()

@@ -195,6 +195,28 @@ def test_windows_grow_by_what_a_drafter_reads_ahead(make_bench, make_layer, wind
     assert bench.groups[0].window == kept
 
 
+def test_a_window_of_one_token_publishes_nothing_of_a_page_it_did_not_find(make):
+    """It reads nothing of the block it goes on in, so that its page may be missing."""
+    bench = make((REQUIRED, 1))
+    bench.publish(1, words(6))
+    bench.unlink(words(6), 1, 1)
+    chat = bench.open(3, words(8))
+    assert chat.request.committed_tokens == 6
+    chat.compute(8)
+    assert bench.page(words(8), 1, 1).valid_from == 2
+
+
+def test_a_window_of_one_token_publishes_nothing_of_a_page_that_ended_before_it(make):
+    bench = make((REQUIRED, 1))
+    bench.publish(1, words(6))
+    bench.open(2, words(8), claim_limit=0).compute(8, skip={1: 8})
+    assert [bench.page(words(8), 1, group).span for group in (0, 1)] == [4, 2]
+    chat = bench.open(3, [*words(7), 5])
+    assert chat.request.committed_tokens == 7
+    chat.compute(8)
+    assert bench.page([*words(7), 5], 1, 1).valid_from == 3
+
+
 def test_where_the_prompts_part_is_told_even_if_less_can_be_taken_over(make):
     bench = make((REQUIRED, 8))
     bench.publish(1, words(24))
@@ -949,6 +971,23 @@ def test_a_request_publishes_onto_a_page_that_is_on_the_host(make):
     own.commit(16)
     assert (page.slot, own.row(0)) == (slots[0], slots)
     assert bench.cache._cold[0].num_used == 0
+
+
+def test_a_page_on_the_host_does_not_move_into_a_slot_with_less(make):
+    """The drafter skipped the start of the block; what others would find there is anything."""
+    bench = make((OPTIONAL, 16), pages=9, host=8)
+    bench.publish(1, words(8))
+    own = bench.open(2, words(8), claim_limit=0)
+    own.compute(8, commit=False, skip={1: 6})
+    rival = bench.open(3, words(20, salt=3))
+    rival.compute(20, commit=False)
+    page = bench.page(words(8), 1, 1)
+    assert page.slot == NO_PAGE
+    own.commit(8)
+    assert (page.slot, page.valid_from) == (NO_PAGE, 0)
+    rival.close()
+    reader = bench.open(4, words(8), 1)
+    assert reader.live(1) == [0, 1]
 
 
 def test_pinned_pages_stay_while_their_request_is_suspended(make):
