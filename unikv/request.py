@@ -514,7 +514,8 @@ class KVCacheRequest:
             row.pending.update(kept)
 
     def _held_back(self, row: BlockRow, step: RowStep) -> list[int]:
-        return [] if self._publisher is None else self._publisher.holds_back(row, step.leaving)
+        publisher = self._publisher
+        return [] if publisher is None else publisher.holds_back(row, step.leaving, self._capacity_tokens)
 
     def _change(self, row: BlockRow, step: RowStep, waiting: Sequence[int]) -> GroupChange:
         stay = set(waiting)

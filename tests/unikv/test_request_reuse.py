@@ -650,6 +650,19 @@ def test_an_unselected_group_needs_every_live_page_from_elsewhere(make):
     assert status(bench.create(3, words(24)), 1) == (24, True, [(16, 24)])
 
 
+def test_a_block_that_leaves_the_window_before_it_is_written_is_not_published(make):
+    """The match ended inside block 1; a transfer of the rest of the prompt fills the window at its end only."""
+    bench = make((REQUIRED, 4))
+    bench.publish(1, words(6))
+    chat = bench.open(2, words(20))
+    assert chat.request.committed_tokens == 6
+    chat.receive(20)
+    chat.commit(20)
+    assert [bench.page(words(20), ordinal, 1) is None for ordinal in range(5)] == [False, False, True, True, False]
+    assert bench.page(words(20), 1, 1).span == 2, "the page of the first request"
+    assert bench.probe(words(20)) == 20
+
+
 def test_what_an_unselected_group_did_not_compute_is_not_published(make):
     bench = make((OPTIONAL, 8))
     bench.publish(1, words(16))
