@@ -296,7 +296,8 @@ class KVCacheRequest(RequestPages):
             self._held = HeldPages(cache, {}, {})
 
     def _held_back(self, row: BlockRow, ordinals: Iterable[int]) -> list[int]:
-        return [] if self._publisher is None else self._publisher.holds_back(row, ordinals)
+        publisher = self._publisher
+        return [] if publisher is None else publisher.holds_back(row, ordinals, self._capacity_tokens)
 
     def _require_publisher(self) -> PrefixPublisher:
         publisher = self._publisher

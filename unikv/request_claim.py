@@ -31,7 +31,7 @@ class PrefixClaim:
         status: what each layer group can take over.
         pages: held pages by group and ordinal.
         selected: groups that will run on them.
-        fixed: whether the selection was made.
+        fixed: whether a selection was made; what it left out is gone.
     """
 
     cache: PageCacheManager
@@ -67,6 +67,8 @@ class PrefixClaim:
             status = self.status.get(group_id)
             if status is None or status.policy is not ReusePolicy.OPTIONAL or group_id not in self.pages:
                 got = "no such group" if status is None else f"{status.policy.value}, complete={status.complete}"
+                if self.fixed and status is not None and status.policy is ReusePolicy.OPTIONAL and status.complete:
+                    got = "declined by an earlier resume"
                 want = "an OPTIONAL group that is complete in reuse_status()"
                 raise SpecError(explain(thing, f"optional_groups entry {group_id}", got, want, "leave it out"))
         required = {g for g, status in self.status.items() if status.policy is ReusePolicy.REQUIRED}

@@ -78,12 +78,16 @@ class PrefixPublisher:
             self._prune()
             self._drop_pending(None)
 
-    def holds_back(self, row: BlockRow, ordinals: Iterable[int]) -> list[int]:
-        """Return which of `ordinals`, about to leave the window, have a page that is still to be published."""
+    def holds_back(self, row: BlockRow, ordinals: Iterable[int], capacity_tokens: int) -> list[int]:
+        """Return which of `ordinals`, about to leave the window, have a page that is still to be published.
+
+        Not so a block that the capacity so far, `capacity_tokens`, does not cover: its end was never written. It is a
+        block that a transfer has no reason to fill, since the window moves past it in the same step.
+        """
         if not self.committing or row.group.reuse_policy is ReusePolicy.PRIVATE:
             return []
         published = len(self._tokens) // (TOKEN_BYTES * self._block_tokens)
-        return [ordinal for ordinal in ordinals if ordinal >= published]
+        return [ordinal for ordinal in ordinals if published <= ordinal < capacity_tokens // self._block_tokens]
 
     def _publish_full(self) -> None:
         """Publish the full blocks that are not in the tree, those included that left it while we used them."""

@@ -219,6 +219,16 @@ class Chat:
         if commit:
             self.commit(end)
 
+    def receive(self, end: int) -> None:
+        """Get tokens up to `end` from elsewhere, as a transfer does: only into pages that are live in the end."""
+        request, begin = self.request, self.request.history_tokens
+        for group in self.bench.groups:
+            self.write(group.group_id, begin, min(end, request.capacity_tokens))
+        request.resize(max(end, request.capacity_tokens), history_tokens=end)
+        for group in self.bench.groups:
+            self.write(group.group_id, begin, end)
+        self.bench.check()
+
     def write(self, group_id: int, start: int, end: int) -> None:
         group = self.bench.groups[group_id]
         row = self.row(group_id)

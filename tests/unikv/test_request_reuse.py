@@ -650,6 +650,19 @@ def test_an_unselected_group_needs_every_live_page_from_elsewhere(make):
     assert status(bench.create(3, words(24)), 1) == (24, True, [(16, 24)])
 
 
+def test_a_block_that_leaves_the_window_before_it_is_written_is_not_published(make):
+    """The match ended inside block 1; a transfer of the rest of the prompt fills the window at its end only."""
+    bench = make((REQUIRED, 4))
+    bench.publish(1, words(6))
+    chat = bench.open(2, words(20))
+    assert chat.request.committed_tokens == 6
+    chat.receive(20)
+    chat.commit(20)
+    assert [bench.page(words(20), ordinal, 1) is None for ordinal in range(5)] == [False, False, True, True, False]
+    assert bench.page(words(20), 1, 1).span == 2, "the page of the first request"
+    assert bench.probe(words(20)) == 20
+
+
 def test_what_an_unselected_group_did_not_compute_is_not_published(make):
     bench = make((OPTIONAL, 8))
     bench.publish(1, words(16))
@@ -756,7 +769,9 @@ def test_clearing_needs_all_requests_closed_and_ends_with_childless_roots(make):
             bench.manager.clear_reusable_blocks()
         chat.compute(8)
         chat.close()
-    bench.unlink(words(8), 0, 0) if bench.probe(words(8)) else None
+    bench.publish(9, words(8))
+    bench.unlink(words(8), 0, 0)
+    bench.cache.tree.root(ReuseScope(lora_id=99))
     assert bench.manager.clear_reusable_blocks() == 6
     assert bench.manager.clear_reusable_blocks() == 0
     assert [bench.probe(words(8, salt=i), scope=ReuseScope(lora_id=i)) for i in range(3)] == [0, 0, 0]
@@ -912,7 +927,11 @@ def test_a_selection_stands_when_the_resume_has_to_be_tried_again(make):
     hog = bench.open(2, words(8, salt=2))
     hog.request.resize(8)
     reader = bench.create(3, words(10))
-    assert reader.resume(1) is FULL_POOL
+    other = bench.create(4, words(10))
+    assert [reader.resume(1), other.resume()] == [FULL_POOL, FULL_POOL]
+    with pytest.raises(SpecError, match="optional_groups entry 1 is 'declined by an earlier resume', expected an OPT"):
+        other.request.resume([WINDOW])
+    other.close()
     hog.close()
     assert reader.resume(1) is OK
     assert reader.row(1)[:2] == [bench.page(words(10), ordinal, 1).slot for ordinal in (0, 1)]

@@ -68,6 +68,7 @@ class Walk:
             self.suspend: 2,
             self.close: 2,
             self.compute: 10,
+            self.receive: 2,
             self.commit: 3,
             self.speculate: 3,
             self.unschedule: 1,
@@ -155,13 +156,22 @@ class Walk:
         commit = rng.random() < 0.7 and chat.request._publisher.committing
         self.attempt(chat, end, lambda: chat.compute(end, commit=commit, skip=skip))
 
-    def attempt(self, chat, capacity, call):
+    def receive(self):
+        """Tokens that come from elsewhere: the window moves before anything is written."""
+        chat = self.pick()
+        if chat is None or chat.request.history_tokens >= MAX_TOKENS:
+            return
+        end = self.rng.randint(chat.request.history_tokens, MAX_TOKENS)
+        chat.tokens += self.tokens(max(0, end - len(chat.tokens)))
+        self.attempt(chat, end, lambda: chat.receive(end), history=end)
+
+    def attempt(self, chat, capacity, call, history=0):
         """Run a step that grows; where it is refused, nothing changed, and the pages were really not there."""
         request = chat.request
         before = self.picture(chat)
         needed = [0] * len(self.bench.cache.allocators)
         for group in self.bench.groups:
-            stale = self.bench.manager._source.stale(group, request.history_tokens)
+            stale = self.bench.manager._source.stale(group, max(history, request.history_tokens))
             new = range(request.num_blocks, -(-capacity // self.bench.tpb))
             needed[group.pool_group] += sum(ordinal not in stale for ordinal in new)
         fits = all(count <= self.bench.cache.available(number) for number, count in enumerate(needed))
@@ -171,7 +181,7 @@ class Walk:
             assert not fits
             assert self.picture(chat) == before
             return False
-        assert fits
+        assert fits or history, "only a window that moves along can give back what is needed"
         return True
 
     def picture(self, chat):
