@@ -62,7 +62,7 @@ DECIDERS = (
     *("unikv/errors.py", "unikv/ids.py", "unikv/ranges.py", "unikv/layer_spec.py", "unikv/spec_checks.py"),
     *("unikv/layout.py", "unikv/pool_layout.py", "unikv/views.py", "unikv/geometry.py", "unikv/kernel_index.py"),
     *("unikv/slot_ranges.py", "unikv/slots.py", "unikv/page_table.py", "unikv/page_source.py", "unikv/request.py"),
-    *("unikv/sizing.py", "unikv/speculation.py", "unikv/legacy.py"),
+    *("unikv/sizing*.py", "unikv/budget.py", "unikv/speculation.py", "unikv/legacy.py"),
     *("transfer/hello.py", "transfer/cards.py", "transfer/gate*.py", "transfer/match.py", "transfer/lane*.py"),
     *(
         "transfer/plan.py",

@@ -14,22 +14,20 @@ R              request: windows, in whole pages, layer by layer, and attention s
 ::
 
     quota(T) = min(T, N) * C + max(0, T - N) * G + B * R
+
+A quota counts what requests hold. The null slot each pool group keeps back (slot 0) is not in it: whoever turns bytes
+of memory into a quota takes `unikv.sizing_fit.null_bytes` off first, whoever makes pools for a quota adds them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final, Self
+from typing import Self
 
 from unikv.errors import SpecError, explain
-from unikv.ids import GroupId
-from unikv.layer_spec import KVCacheLayerSpec, check_layer_specs
-from unikv.layout import CacheLayout, bytes_per_token
-from unikv.ranges import ceil_div, effective_window, max_live_blocks
-
-_MIN_SLOTS: Final = 2
-"""The null slot and one page to hand out."""
+from unikv.layer_spec import KVCacheLayerSpec
+from unikv.sizing_layers import LayerCosts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +55,7 @@ class CacheCost:
                 raise SpecError(explain("cache cost", name, value, "an integer >= 0", "pass a count"))
 
     @classmethod
-    def from_specs(
+    def from_specs(  # noqa: PLR0913 - a load has as many numbers
         cls,
         specs: Iterable[KVCacheLayerSpec],
         *,
@@ -68,6 +66,7 @@ class CacheCost:
         max_num_tokens: int,
         lookahead_tokens: int = 0,
         share_window_scratch: bool = False,
+        draft_scratch_tokens: int = 0,
     ) -> Self:
         """Add up the layers of `specs`.
 
@@ -81,44 +80,42 @@ class CacheCost:
             lookahead_tokens: see `unikv.ranges.effective_window`.
             share_window_scratch: count layers of equal window, sinks, policy, owner and size once in prefill, where
                 they write blocks behind the window to one shared place.
+            draft_scratch_tokens: positions a drafter of its own writes per request and never keeps, in its layers.
 
         Raises:
             SpecError: no specs, or a number out of range.
         """
-        if generation_headroom_tokens < 1:
-            cure = "count at least the token being generated"
-            raise SpecError(explain("cache cost", "headroom_tokens", generation_headroom_tokens, ">= 1", cure))
-        full_bytes = scratch_bytes = fixed_bytes = 0
-        seen: set[object] = set()
-        for spec in check_layer_specs(specs):
-            size_bytes = bytes_per_token(spec)
-            window = effective_window(spec.window, max_seq_len, lookahead_tokens=lookahead_tokens)
-            if window is None:
-                full_bytes += size_bytes
-                continue
-            sinks = ceil_div(spec.sink_tokens, tokens_per_block)
-            pages = sinks + max_live_blocks(window, generation_headroom_tokens, tokens_per_block)
-            fixed_bytes += pages * tokens_per_block * size_bytes
-            kind = (window, sinks, spec.reuse_policy, spec.owner, size_bytes)
-            if not (share_window_scratch and kind in seen):
-                scratch_bytes += size_bytes
-            seen.add(kind)
+        layers = LayerCosts.from_specs(
+            specs, tokens_per_block=tokens_per_block, max_seq_len=max_seq_len, lookahead_tokens=lookahead_tokens
+        )
+        scratch_bytes = draft_scratch_tokens * layers.draft_bytes_per_token
         return cls(
-            context_bytes_per_token=full_bytes + scratch_bytes,
-            generation_bytes_per_token=full_bytes,
-            fixed_bytes_per_request=fixed_bytes,
+            context_bytes_per_token=layers.context_bytes_per_token(share_window_scratch=share_window_scratch),
+            generation_bytes_per_token=layers.full_bytes_per_token,
+            fixed_bytes_per_request=layers.fixed_bytes(generation_headroom_tokens) + scratch_bytes,
             max_requests=max_requests,
             max_num_tokens=max_num_tokens,
         )
 
     @property
+    def slope_bytes_per_token(self) -> int:
+        """Slope of the straight line that holds from `max_num_tokens` on: G."""
+        return self.generation_bytes_per_token
+
+    @property
     def intercept_bytes(self) -> int:
-        """Bytes at zero tokens of the straight line that holds from `max_num_tokens` on; its slope is G."""
+        """Bytes at zero tokens of that line: ``B * R + (C - G) * N``."""
         prefill = (self.context_bytes_per_token - self.generation_bytes_per_token) * self.max_num_tokens
         return self.max_requests * self.fixed_bytes_per_request + prefill
 
     def quota_bytes(self, tokens: int) -> int:
-        """Return the bytes that `tokens` tokens, over all requests, need."""
+        """Return the bytes that `tokens` tokens, over all requests, need.
+
+        Raises:
+            SpecError: fewer than no tokens.
+        """
+        if tokens < 0:
+            raise SpecError(explain("cache cost", "tokens", tokens, ">= 0", "pass a count"))
         context = min(tokens, self.max_num_tokens)
         fixed_bytes = self.max_requests * self.fixed_bytes_per_request
         generation = (tokens - context) * self.generation_bytes_per_token
@@ -139,61 +136,3 @@ class CacheCost:
         if self.generation_bytes_per_token == 0:
             return None
         return self.max_num_tokens + (left_bytes - prefill_bytes) // self.generation_bytes_per_token
-
-
-def draft_share(total: CacheCost, draft: CacheCost, quota_bytes: int) -> float:
-    """Return the part of `quota_bytes` the draft layers need for the tokens that fit into it with all layers.
-
-    Args:
-        total: cost of all layers.
-        draft: cost of the draft layers alone, for the same load.
-        quota_bytes: bytes of the whole cache.
-
-    Raises:
-        SpecError: the part is not between 0 and 1: the quota holds no tokens, or nothing would be left for the target.
-    """
-    tokens = total.tokens(quota_bytes)
-    # Without a cap the draft layers cost the same for any number of tokens behind the first iteration.
-    needed_bytes = draft.quota_bytes(total.max_num_tokens if tokens is None else tokens)
-    if not 0 < needed_bytes < quota_bytes:
-        want = f"in (0, quota_bytes={quota_bytes})"
-        raise SpecError(explain("draft layers", "quota_bytes", needed_bytes, want, "give the cache more bytes"))
-    return needed_bytes / quota_bytes
-
-
-def max_slots_for_bytes(
-    layout: CacheLayout, pool_group: int, quota_bytes: int, *, weights: Mapping[GroupId, int] | None = None
-) -> int:
-    """Return how many slots pool group `pool_group` gets when the whole cache may take `quota_bytes`.
-
-    Every layer group gets equally many pages, or as many as its weight says in proportion; groups that share a pool
-    group add up. Rounded down per pool group, so that all of them together never exceed the quota.
-
-    Args:
-        layout: the rank's layout.
-        pool_group: number of the pool group.
-        quota_bytes: bytes of all pools of all groups.
-        weights: pages of each layer group in proportion to the others', None for equal parts. Pass what the load
-            needs where windowed groups are cheap: equal parts give them as many pages as full attention.
-
-    Returns:
-        Slots, the null slot included.
-
-    Raises:
-        SpecError: no such pool group, a weight that is not positive, or a quota too small for a page beside the null
-            slot.
-    """
-    if not 0 <= pool_group < layout.num_pool_groups:
-        want = f"in [0, {layout.num_pool_groups})"
-        raise SpecError(explain("layout", "pool_group", pool_group, want, "use a pool group of this layout"))
-    shares = {group.group_id: 1 if weights is None else weights.get(group.group_id, 0) for group in layout.groups}
-    for group_id, share in shares.items():
-        if share < 1:
-            raise SpecError(explain(f"group {group_id}", "weight", share, "an integer >= 1", "weigh every group"))
-    round_bytes = sum(shares[group.group_id] * group.page_bytes for group in layout.groups)
-    share = sum(shares[group.group_id] for group in layout.groups if group.pool_group == pool_group)
-    slots = quota_bytes * share // round_bytes
-    if slots < _MIN_SLOTS:
-        want = f">= {ceil_div(_MIN_SLOTS * round_bytes, share)} for pool group {pool_group}"
-        raise SpecError(explain("cache", "quota_bytes", quota_bytes, want, "give the pools more bytes"))
-    return slots

@@ -14,7 +14,9 @@ from unikv.ids import GroupId, LayerId
 from unikv.layer_spec import KVCacheLayerSpec, KVDtype, LayerOwner, ReusePolicy
 from unikv.layout import CacheLayout, build_layout
 from unikv.ranges import ceil_div, stale_blocks
-from unikv.sizing import CacheCost, draft_share, max_slots_for_bytes
+from unikv.sizing import CacheCost
+from unikv.sizing_quota import draft_share
+from unikv.sizing_split import max_slots_for_bytes
 from unikv.testing import mixed_specs, spec_lists
 
 
