@@ -1,8 +1,8 @@
 """Bytes of memory to slots: how the pools of several pool groups share one quota.
 
 Every pool is allocated in whole grains of g bytes, so n slots of a pool group whose pools have slots of b1, b2, ...
-bytes take ``ceil(n*b1/g) + ceil(n*b2/g) + ...`` grains. The quota is dealt out in proportion to ratios; a pool group that
-would get no more than the slots it cannot do without gets just those, and the others share the rest.
+bytes take ``ceil(n*b1/g) + ceil(n*b2/g) + ...`` grains. The quota is dealt out in proportion to ratios; a pool group
+that would get no more than the slots it cannot do without gets just those, and the others share the rest.
 
 Slots include the null slot: each pool group needs one more than the pages it hands out.
 """
