@@ -80,6 +80,7 @@ class Bench:
         kw.setdefault("pool", PoolBudget(pages=pages) if isinstance(pages, int) else pages)
         self.manager = UnifiedKVCacheManager(specs, **kw)
         self.tier = None
+        self.closed = False
         if host is not None:
             manager = self.manager
             self.tier = HostCopies(manager, host)
@@ -176,6 +177,27 @@ class Bench:
             want = stamps(tokens, layer_id)[ordinal * self.tpb :][start:end]
             got = self.content(layer_id, slot)[start:end]
             assert np.array_equal(got, want), f"group {group_id}, ordinal {ordinal}, slot {slot}: {got} != {want}"
+
+    def finish(self) -> None:
+        """Close everything: every page must be free or idle, and free when the tree is cleared."""
+        if self.closed:
+            return
+        self.closed = True
+        manager = self.manager
+        for request in list(manager._requests.values()):
+            request.close()
+        self.check()
+        for group in self.groups:
+            assert manager.num_free_pages(group.group_id) == manager.num_slots(group.group_id) - 1
+        manager.clear_reusable_blocks()
+        assert self.nodes() == []
+        for allocator in self.cache.allocators:
+            assert allocator.num_free == allocator.num_slots - 1
+        self.check()
+        self.views.clear()
+        if self.tier is not None:
+            self.tier.close()
+        manager.close()
 
 
 class Chat:
@@ -309,22 +331,4 @@ def make_bench() -> Iterator[Callable[..., Bench]]:
 
     yield build
     for bench in benches:
-        finish(bench)
-
-
-def finish(bench: Bench) -> None:
-    manager = bench.manager
-    for request in list(manager._requests.values()):
-        request.close()
-    bench.check()
-    for group in bench.groups:
-        assert manager.num_free_pages(group.group_id) == manager.num_slots(group.group_id) - 1
-    manager.clear_reusable_blocks()
-    assert bench.nodes() == []
-    for allocator in bench.cache.allocators:
-        assert allocator.num_free == allocator.num_slots - 1
-    bench.check()
-    bench.views.clear()
-    if bench.tier is not None:
-        bench.tier.close()
-    manager.close()
+        bench.finish()
