@@ -141,6 +141,8 @@ class RankCard:
         address: link address the peer connects to; empty in a dry run.
         num_target_layers, num_draft_layers: of the whole instance, not of this stage.
         path: what the operator asked for.
+        layer_bands: on a context rank, into how many bands of layers a group's pages are cut, so that a band can leave
+            while later ones are computed; 1 moves whole pages.
     """
 
     protocol_version: int = PROTOCOL_VERSION
@@ -162,6 +164,7 @@ class RankCard:
     draft_kv: DraftKVMode
     path: PathKind
     checksum: str = "off"
+    layer_bands: int = 1
     capabilities: tuple[str, ...] = (CAPABILITY_PER_VIEW_HEADS,)
     host: HostIdentity | None = None
 

@@ -23,6 +23,7 @@ from workers.drafter import DraftOption
 from workers.hf_cache import PagedKVCache
 from workers.hf_models import generate_greedily, greedy_pass, load_drafter, load_target
 from workers.hf_specs import AttentionPlan, LayerPlan, check_layers, layer_specs_for
+from workers.runner import OnLayer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +131,7 @@ class HFRunner:
         *,
         chunk_tokens: int | None = None,
         publish_at: int | None = None,
+        on_layer: OnLayer | None = None,
     ) -> PrefillResult:
         """Run target and drafter over a prompt; afterwards history is its length and all of its KV is in the pages.
 
@@ -138,6 +140,7 @@ class HFRunner:
             token_ids: the prompt, at least one token.
             chunk_tokens: tokens per pass; None runs the prompt in one.
             publish_at: end a pass at this position too.
+            on_layer: told of every layer that a pass has written.
 
         A request that took over a prefix from the cache begins behind it. What is computed is committed, if the
         request takes part in prefix reuse.
@@ -150,7 +153,7 @@ class HFRunner:
         prompt_tokens = len(token_ids)
         chunk = prompt_tokens if chunk_tokens is None else chunk_tokens
         _check_prefill(request, prompt_tokens, chunk)
-        target, draft = self._open_caches(request, draft_valid_from=0)
+        target, draft = self._open_caches(request, draft_valid_from=0, on_layer=on_layer)
         choice = 0
         for position, end in _passes(request.history_tokens, prompt_tokens, chunk, publish_at):
             tokens = token_ids[position:end]
@@ -188,12 +191,12 @@ class HFRunner:
         )
 
     def _open_caches(
-        self, request: KVCacheRequest, *, draft_valid_from: int
+        self, request: KVCacheRequest, *, draft_valid_from: int, on_layer: OnLayer | None = None
     ) -> tuple[PagedKVCache, PagedKVCache | None]:
-        target = PagedKVCache(self.manager, request, self._plan.target)
-        plan = self._draft_plan
-        draft = None if plan is None else PagedKVCache(self.manager, request, plan, valid_from=draft_valid_from)
-        return target, draft
+        target, plan = PagedKVCache(self.manager, request, self._plan.target, on_layer=on_layer), self._draft_plan
+        if plan is None:
+            return target, None
+        return target, PagedKVCache(self.manager, request, plan, valid_from=draft_valid_from, on_layer=on_layer)
 
 
 class HFSequence:

@@ -182,6 +182,7 @@ def rank_card(  # noqa: PLR0913 - a card states many facts, and each has one sou
         exports=exports,
         host=host,
         checksum=pair.transfer.checksum,
+        layer_bands=max(1, pair.transfer.layer_bands),
     )
 
 
