@@ -99,7 +99,9 @@ def check_apart(groups: Sequence[tuple[GroupId, OwnBuffer]], *, groups_share_slo
             continue
         want = f"memory apart from {one.thing} [{one.address}, {one.end})"
         cure = "give every layer and role memory of its own"
-        if group != other_group:
+        if group != other_group and groups_share_slots:
+            cure = "layer groups that share slots must step alike, and slots must begin at the same addresses"
+        elif group != other_group:
             cure += ", or set groups_share_slots where one allocator deals the slots of both layer groups"
         raise SpecError(explain(two.thing, "addresses", f"[{two.address}, {two.end})", want, cure))
 

@@ -11,7 +11,7 @@ numpy arrays, buffers         ``__array_interface__`` or the buffer protocol
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
@@ -61,7 +61,7 @@ class TensorFacts:
     device: str
     writable: bool
     allocation: Span
-    keep: object = None
+    keep: object = field(default=None, repr=False)
 
 
 def read_tensor(tensor: Any, thing: str) -> TensorFacts:

@@ -29,7 +29,7 @@ from transfer.paths import Regions
 from transfer.peer_memory import local_regions, own_host_identity
 from transfer.plan import compile_program
 from unikv import KVCacheLayerSpec, KVDtype, KVLayout, LayerOwner, PoolBudget, ReusePolicy, UnifiedKVCacheManager
-from unikv.errors import SpecError
+from unikv.errors import LocalProtocolError, SpecError
 from unikv.ids import NO_PAGE, GroupId, LayerId
 from unikv.layout import build_layout
 from unikv.ranges import Span, ceil_div, head_shard
@@ -320,3 +320,328 @@ def test_endpoints_move_own_pools(context_kind: str, generation_kind: str, path:
     finally:
         for thing in (*sent_things, *got_things):
             thing.close()
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+BLOCK = 4
+
+
+def layer(tensors: Any = None, axes: Any = "kv slots tokens heads dim", **fields: Any) -> OwnLayer:
+    tensors = np.zeros((2, 5, BLOCK, 2, DIM), np.float16) if tensors is None else tensors
+    return OwnLayer(**({"layer_id": 3, "owner": LayerOwner.TARGET, "tensors": tensors, "axes": axes} | fields))
+
+
+def zeros(*shape: int, dtype: Any = np.float16) -> NDArray[Any]:
+    return np.zeros(shape, dtype)
+
+
+def refusal(*layers: OwnLayer, **fields: Any) -> str:
+    with pytest.raises(SpecError) as caught:
+        OwnPools(layers, **({"tokens_per_block": BLOCK} | fields))
+    return str(caught.value)
+
+
+PAGE = (5, BLOCK, 2, DIM)
+KV_SHAPE = (2, *PAGE)
+PAGE_BYTES = BLOCK * 2 * DIM * 2
+
+
+@pytest.mark.parametrize(
+    ("broken", "parts"),
+    [
+        pytest.param(
+            layer(zeros(2, 5, BLOCK, 2, DIM + 1)[..., :DIM][..., ::2]),
+            ("layer 3", "stride of axis dim in bytes is 4", "expected 2", "rows must be contiguous"),
+            id="rows-with-gaps",
+        ),
+        pytest.param(
+            layer(zeros(2, 5, BLOCK, 4, DIM)[:, :, :, ::2]),
+            ("layer 3", "strides of axes (heads, tokens) in bytes is (32, 64)", "(16, 32)", "without gaps"),
+            id="heads-with-gaps",
+        ),
+        pytest.param(
+            layer(zeros(5 * BLOCK, 2, 2, DIM), "tokens kv heads dim"),
+            ("layer 3", "strides of axes (heads, tokens) in bytes is (16, 64)", "K and V tensors"),
+            id="key-and-value-per-token",
+        ),
+        pytest.param(
+            layer(np.broadcast_to(zeros(2, 1, BLOCK, 2, DIM), KV_SHAPE)),
+            ("layer 3", "stride of axis slots in bytes is 0", f">= {PAGE_BYTES}", "pages overlap"),
+            id="broadcast",
+        ),
+        pytest.param(
+            layer(zeros(*KV_SHAPE)[:, ::-1]), ("layer 3", "strides in bytes", ">= 0", "without flips"), id="flipped"
+        ),
+        pytest.param(
+            layer(zeros(5 * BLOCK + 1, 2, DIM), "tokens heads dim"),
+            ("layer 3", "length of axis tokens is 21", "a multiple of tokens_per_block=4", "whole pages"),
+            id="tokens-that-do-not-divide",
+        ),
+        pytest.param(
+            layer(zeros(2, 5, 8, 2, DIM)),
+            ("layer 3", "length of axis tokens is 8", "tokens_per_block=4", "the engine's page size"),
+            id="another-page-size",
+        ),
+        pytest.param(
+            layer(zeros(3, *PAGE)),
+            ("layer 3", "length of axis kv is 3", "1 (key) or 2", "in their order"),
+            id="kv-of-3",
+        ),
+        pytest.param(
+            layer({"key": zeros(2, *PAGE)}),
+            ("layer 3 key", "length of axis kv is 2", "1 in a tensor of one role", "as one tensor"),
+            id="kv-in-a-role",
+        ),
+        pytest.param(
+            layer({"value": zeros(*PAGE)}, "slots tokens heads dim"),
+            ("layer 3", "roles is ('value',)", "key among them", "pass the key tensor"),
+            id="no-key",
+        ),
+        pytest.param(
+            layer({"key": zeros(*PAGE), "key_block_scale": zeros(*PAGE, dtype=np.uint8)}, "slots tokens heads dim"),
+            ("layer 3 key_block_scale", "bytes of one row is 8", "0, as its key needs"),
+            id="scales-of-other-data",
+        ),
+        pytest.param(
+            layer({"key": zeros(*PAGE), "value": zeros(6, *PAGE[1:])}, "slots tokens heads dim"),
+            ("layer 3 value", "length of axis slots is 6", "5, as its key has", "one geometry"),
+            id="key-and-value-differ",
+        ),
+        pytest.param(
+            layer({"key": zeros(*PAGE), "index": zeros(*PAGE)}, "slots tokens heads dim"),
+            ("layer 3 index", "length of axis heads is 2", "expected 1", "leave the axis away"),
+            id="extra-with-heads",
+        ),
+        pytest.param(
+            layer(zeros(*KV_SHAPE, dtype=np.int16)),
+            ("layer 3 key", "dtype is 'int16'", "one of float32", "set OwnLayer.dtype"),
+            id="unknown-dtype",
+        ),
+        pytest.param(
+            layer(zeros(*KV_SHAPE, dtype=">f4")), ("layer 3 key", "dtype is '>f4'", "OwnLayer.dtype"), id="byte-order"
+        ),
+        pytest.param(
+            layer(zeros(*KV_SHAPE), dtype=KVDtype.FLOAT32),
+            ("layer 3 key", "dtype is 'float32'", "2 byte(s) like the tensor's elements (float16)", "correct"),
+            id="dtype-of-another-size",
+        ),
+        pytest.param(
+            layer(axes="kv slots tokens heads"), ("layer 3", "axes", "tokens, dim", "in their order"), id="no-dim"
+        ),
+        pytest.param(
+            layer(axes="slots tokens heads dim"),
+            ("layer 3", "axes is 'slots tokens heads dim'", "5 names for shape (2, 5, 4, 2, 8)", "every axis"),
+            id="missing-axis",
+        ),
+        pytest.param(layer(axes="kv slots slots heads tokens dim"), ("layer 3", "axes", "each once"), id="axis-twice"),
+        pytest.param(
+            layer({"key": zeros(*PAGE)}, {"value": "x"}), ("layer 3 key", "axes is None", "every role"), id="no-axes"
+        ),
+        pytest.param(layer([1, 2]), ("layer 3", "tensor is 'list'", "RawTensor", "pass the tensor itself"), id="list"),
+        pytest.param(
+            layer(torch.zeros(KV_SHAPE, device="meta")), ("layer 3", "addresses", "memory of its own"), id="no-memory"
+        ),
+        pytest.param(layer(zeros(2, 0, BLOCK, 2, DIM)), ("layer 3", "shape", "at least one element"), id="empty"),
+        pytest.param(
+            layer(first_head=1, total_heads=4),
+            ("layer 3", "first_head is 1", "a multiple of the 2 heads", "first head"),
+            id="first-head",
+        ),
+        pytest.param(
+            layer(first_head=4, total_heads=4), ("layer 3", "first_head is 4", "at most 2"), id="first-head-outside"
+        ),
+        pytest.param(
+            layer(total_heads=4), ("layer 3", "total_heads is 4", "a divisor of 2 heads x tp=1", "evenly"), id="total"
+        ),
+        pytest.param(layer(replica=1), ("layer 3", "replica is 1", "in [0, 1)", "number the ranks"), id="replica"),
+        pytest.param(layer(window=0), ("layer 3", "window is 0"), id="window"),
+    ],
+)
+def test_wrong_descriptions_are_named(broken: OwnLayer, parts: tuple[str, ...]) -> None:
+    text = refusal(broken)
+    assert all(part in text for part in parts), text
+
+
+def test_overlapping_tensors_are_refused_by_name() -> None:
+    memory = zeros(3, *PAGE)
+    text = refusal(layer(memory[:2], layer_id=0), layer(memory[1:], layer_id=1))
+    assert "layer 1 key: addresses is" in text and "apart from layer 0 value" in text and "memory of its own" in text
+    assert "groups_share_slots" not in text
+
+
+def test_layers_of_different_groups_may_lie_in_one_memory_only_where_one_allocator_deals_their_slots() -> None:
+    memory = zeros(*KV_SHAPE)
+    layers = layer(memory, layer_id=0), layer(memory, layer_id=1, window=8)
+    assert "groups_share_slots" in refusal(*layers)
+    pools = OwnPools(layers, tokens_per_block=BLOCK, groups_share_slots=True)
+    assert pools.group_of(0) != pools.group_of(1)
+    torn = layer(memory[:, :-1], layer_id=0), layer(memory[:, 1:], layer_id=1, window=8)
+    text = refusal(*torn, groups_share_slots=True)
+    assert "apart from" in text and "slots must begin at the same addresses" in text
+
+
+def test_layers_must_agree_in_order_slots_and_device() -> None:
+    other = layer(zeros(2, 5, 2, BLOCK, DIM), "kv slots heads tokens dim", layer_id=4)
+    assert "layer 4 key: order of heads and tokens is 'HND', expected NHD, as in layer 3 key" in refusal(layer(), other)
+    more = layer(zeros(2, 6, *PAGE[1:]), layer_id=4)
+    assert "number of slots is 6, expected 5" in refusal(layer(), more)
+    raw = RawTensor(
+        pointer=4096, shape=KV_SHAPE, strides_bytes=zeros(*KV_SHAPE).strides, dtype="float16", device="cuda:0"
+    )
+    assert "layer 4 key: device is 'cuda:0', expected cpu" in refusal(layer(), layer(raw, layer_id=4))
+    assert "device is 'cuda:0', expected cpu; pass make_memory" in refusal(layer(raw))
+
+
+def test_one_head_is_readable_in_both_orders() -> None:
+    latent = layer({"key": zeros(5, BLOCK, DIM)}, "slots tokens dim", layer_id=0)
+    card = OwnPools([latent, layer()], tokens_per_block=BLOCK).card(side=Side.CONTEXT, instance="c")
+    assert card.kv_layout is KVLayout.NHD
+    assert (card.num_target_layers, card.num_draft_layers) == (2, 0)
+
+
+def test_raw_pointers_are_described_like_tensors() -> None:
+    memory = zeros(5, 3, *PAGE[1:])
+    at = int(memory.__array_interface__["data"][0])
+    raw = RawTensor(pointer=at + PAGE_BYTES, shape=PAGE, strides_bytes=memory[:, 1].strides, dtype="float16")
+    assert "layer 3 key: end of the last slot" in refusal(layer({"key": raw}, "slots tokens heads dim"))
+    whole = RawTensor(
+        pointer=raw.pointer,
+        shape=PAGE,
+        strides_bytes=raw.strides_bytes,
+        dtype="float16",
+        allocation=Span(at, at + memory.nbytes),
+    )
+    pools = OwnPools([layer({"key": whole}, "slots tokens heads dim")], tokens_per_block=BLOCK)
+    card = pools.card(side=Side.CONTEXT, instance="c")
+    (region,) = (region for by_pool in pools.regions(card).values() for region in by_pool.values())
+    assert (region.slot_stride_bytes, region.num_slots) == (3 * PAGE_BYTES, 5)
+    memory[2, 1, 0, 0, 0] = 1
+    offset = card.views[0].entries[0].offset_bytes
+    assert region.memory[2 * region.slot_stride_bytes + offset :][:2].view(np.float16)[0] == 1
+    wrong = RawTensor(pointer=at, shape=PAGE, strides_bytes=(2,), dtype="int4")
+    assert "dtype is 'int4'" in refusal(layer(wrong))
+    few = RawTensor(pointer=at, shape=PAGE, strides_bytes=(2,), dtype="float16")
+    assert "number of strides is 1, expected 4" in refusal(layer(few))
+
+
+def test_nvfp4_scales_and_extras_are_the_managers_own() -> None:
+    tensors = {
+        "key": zeros(5, BLOCK, 2, 16, dtype=np.uint8),
+        "value": zeros(5, BLOCK, 2, 16, dtype=np.uint8),
+        "key_block_scale": zeros(5, BLOCK, 2, 2, dtype=np.uint8),
+        "value_block_scale": zeros(5, BLOCK, 2, 2, dtype=np.uint8),
+        "index_key": zeros(5, BLOCK, 24, dtype=np.uint8),
+    }
+    axes = dict.fromkeys(tensors, "slots tokens heads dim") | {"index_key": "slots tokens dim"}
+    own = OwnPools(
+        [layer(tensors, axes, dtype=KVDtype.NVFP4, layer_id=0)],
+        tokens_per_block=BLOCK,
+        position=ParallelPosition(tp=2, tp_rank=1),
+    )
+    card = own.card(side=Side.CONTEXT, instance="c")
+    spec = KVCacheLayerSpec(
+        layer_id=LayerId(0),
+        owner=LayerOwner.TARGET,
+        num_kv_heads=2,
+        head_dim=32,
+        dtype=KVDtype.NVFP4,
+        extra_buffers={"index_key": 24},
+    )
+    layout = build_layout([spec], tokens_per_block=BLOCK, max_seq_len=None, kv_layout=KVLayout.NHD)
+    with pytest.raises(SpecError):
+        describe_views(layout, tp=2, tp_rank=1)  # two whole copies of two heads: an engine may, an even split does not
+    facts = [describe_views(layout, tp=1, tp_rank=0), card.views]
+    ours, theirs = (
+        {(e.role, v.head_dim, v.dtype, v.row_bytes, v.total_heads) for v in views for e in v.entries} for views in facts
+    )
+    assert ours == theirs
+    assert {(v.replica, v.replicas) for v in card.views} == {(1, 2)}
+
+
+def test_replicas_are_numbered_as_the_usual_split_does_or_as_told() -> None:
+    def view(rank: int, **fields: Any) -> Any:
+        one = layer({"key": zeros(5, BLOCK, 1, DIM)}, "slots tokens heads dim", total_heads=2, **fields)
+        pools = OwnPools([one], tokens_per_block=BLOCK, position=ParallelPosition(tp=4, tp_rank=rank))
+        return pools.card(side=Side.CONTEXT, instance="c").views[0]
+
+    usual = [view(rank, first_head=rank // 2) for rank in range(4)]
+    assert [(v.heads.lo, v.replica, v.replicas) for v in usual] == [(0, 0, 2), (0, 1, 2), (1, 0, 2), (1, 1, 2)]
+    dealt = view(1, first_head=1, replica=0)
+    assert (dealt.heads, dealt.replica, dealt.replicas) == (Span(1, 2), 0, 2)
+    with pytest.raises(SpecError, match=r"replica is None, expected in \[0, 2\)"):
+        view(1, first_head=1)
+
+
+def test_pipeline_stages_say_how_many_layers_the_model_has() -> None:
+    pools = OwnPools([layer()], tokens_per_block=BLOCK, position=ParallelPosition(pp=2))
+    with pytest.raises(SpecError, match="num_target_layers is None, expected the target layers of all 2 pipeline"):
+        pools.card(side=Side.CONTEXT, instance="c")
+    assert pools.card(side=Side.CONTEXT, instance="c", num_target_layers=6, num_draft_layers=0).num_target_layers == 6
+
+
+def test_the_generation_side_needs_writable_memory() -> None:
+    frozen = zeros(*KV_SHAPE)
+    frozen.flags.writeable = False
+    pools = OwnPools([layer(frozen)], tokens_per_block=BLOCK)
+    assert pools.card(side=Side.CONTEXT, instance="c")
+    with pytest.raises(SpecError, match="layer 3 key: tensor is 'read-only', expected writable"):
+        pools.card(side=Side.GENERATION, instance="g")
+
+
+# --- memory that peers can map ---------------------------------------------------------------------------------------
+
+
+def test_why_memory_cannot_be_mapped_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING), shared_array(4096) as memory:
+        both = [
+            layer(layer_id=0),
+            layer(torch.frombuffer(memory.array[:1280], dtype=torch.float16).view(2, 5, 4, 2, 8)),
+        ]
+        pools = OwnPools(both, tokens_per_block=BLOCK, shared=[memory])
+        pools.card(side=Side.CONTEXT, instance="c")
+        pools.card(side=Side.GENERATION, instance="g", path=PathKind.ZMQ)
+        assert not caplog.records
+        card = pools.card(side=Side.GENERATION, instance="g")
+    assert [storage.export is None for storage in card.storages].count(True) == len(card.storages) - 1
+    (record,) = caplog.records
+    text = record.getMessage()
+    assert "layer 0 key" in text and "not memory of shared_array()" in text and "the staged path is taken" in text
+
+
+def test_a_shared_array_is_zeroed_and_outlives_its_descriptor() -> None:
+    memory = shared_array(100)
+    assert memory.size_bytes == 100 and not memory.array.any() and memory.address % 4096 == 0
+    assert memory.export().inode > 0
+    memory.close()
+    memory.close()
+    memory.array[:] = 7
+    with pytest.raises(LocalProtocolError, match="shared array: state is 'closed', expected open"):
+        memory.export()
+    with pytest.raises(SpecError, match="size_bytes is 0, expected >= 1"):
+        shared_array(0)
+
+
+def test_tensors_in_one_shared_array_are_one_storage_with_pools_inside() -> None:
+    one, things = own_store("one-file", Side.GENERATION, tpb=BLOCK)
+    try:
+        assert {pool.storage for pool in one.card.pools} == {0} and len(one.card.storages) == 1
+        assert len({pool.offset_bytes for pool in one.card.pools}) == 2 * len(LAYERS)
+        assert one.card.storages[0].export is not None
+    finally:
+        for thing in things:
+            thing.close()
+
+
+def test_no_page_marks_what_is_not_wanted() -> None:
+    sent, _ = own_store("kv-first", Side.CONTEXT, tpb=BLOCK)
+    got, _ = own_store("tokens", Side.GENERATION, tpb=BLOCK)
+    for one in (sent, got):
+        give_tables(one, 1)
+    fill(sent)
+    wanted = got.tables
+    got.tables = {group: np.where(np.arange(len(t)) < 2, NO_PAGE, t).astype(np.int32) for group, t in wanted.items()}
+    copy_all([sent], [got])
+    check_nothing_else(got)
+    first = [got.kv[0][0][wanted[got.groups[0]][ordinal]] for ordinal in range(3)]
+    assert [bool(page.view(np.uint16).any()) for page in first] == [False, False, True]
