@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 
-from transfer.own_layers import OwnBuffer
+from transfer.own_cut import OwnBuffer
 from unikv.errors import SpecError, explain
 from unikv.ids import GroupId
 from unikv.ranges import Span

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from transfer.own_cut import DATA, Cut, OwnBuffer, parse_axes
 from transfer.own_tensors import TensorFacts, read_tensor
 from unikv.errors import SpecError, explain
 from unikv.ids import LayerId
@@ -26,19 +27,13 @@ from unikv.layer_spec import (
     KEY_BLOCK_SCALE,
     NVFP4_SCALE_ELEMENTS,
     STANDARD_ROLES,
-    VALUE,
     VALUE_BLOCK_SCALE,
     KVCacheLayerSpec,
     KVDtype,
-    KVLayout,
     LayerOwner,
     ReusePolicy,
 )
 
-_SLOTS, _KV, _HEADS, _TOKENS, _DIM = AXES = ("slots", "kv", "heads", "tokens", "dim")
-"""Every axis a tensor may have."""
-
-_DATA: Final = (KEY, VALUE)
 _SCALES: Final = (KEY_BLOCK_SCALE, VALUE_BLOCK_SCALE)
 
 
@@ -77,43 +72,6 @@ class OwnLayer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OwnBuffer:
-    """One role of one layer as pages: slot ``s`` is at ``address + s * slot_stride``, `size_bytes` long.
-
-    Attributes:
-        row_bytes: one head of one token.
-        orders: the head orders its memory can be read in; both where there is one head or one token.
-        facts: the tensor it is a part of.
-    """
-
-    layer_id: LayerId
-    role: str
-    address: int
-    slot_stride: int
-    num_slots: int
-    heads: int
-    tokens: int
-    row_bytes: int
-    orders: frozenset[KVLayout]
-    facts: TensorFacts
-
-    @property
-    def thing(self) -> str:
-        """How error texts name it."""
-        return f"layer {self.layer_id} {self.role}"
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of one page."""
-        return self.heads * self.tokens * self.row_bytes
-
-    @property
-    def end(self) -> int:
-        """Address behind its last page."""
-        return self.address + (self.num_slots - 1) * self.slot_stride + self.size_bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedLayer:
     """A layer as the rest of the project knows layers, with its buffers."""
 
@@ -143,7 +101,7 @@ def resolve_layer(layer: OwnLayer, tokens_per_block: int) -> ResolvedLayer:
         total_num_kv_heads=layer.total_heads,
         head_dim=head_dim,
         dtype=dtype,
-        kv_factor=sum(role in buffers for role in _DATA),
+        kv_factor=sum(role in buffers for role in DATA),
         window=layer.window,
         sink_tokens=layer.sink_tokens,
         reuse_policy=layer.reuse_policy,
@@ -160,125 +118,14 @@ def _buffers(layer: OwnLayer, tokens_per_block: int) -> Iterator[OwnBuffer]:
     by_role = layer.tensors if isinstance(layer.tensors, Mapping) else {None: layer.tensors}
     for role, tensor in by_role.items():
         thing = f"layer {layer.layer_id}{f' {role}' if role else ''}"
-        axes = _axes_of(layer, role, thing)
+        axes = parse_axes(layer.axes if isinstance(layer.axes, str) else layer.axes.get(role or KEY), thing)
         facts = read_tensor(tensor, thing)
-        cut = _Cut.of(facts, axes, tokens_per_block, thing)
+        cut = Cut.of(facts, axes, tokens_per_block, thing)
         if role is not None and cut.kv > 1:
             want = "1 in a tensor of one role"
             raise SpecError(explain(thing, "length of axis kv", cut.kv, want, "pass K and V as one tensor instead"))
         for number in range(cut.kv):
-            yield cut.buffer(facts, LayerId(layer.layer_id), role or _DATA[number], number)
-
-
-def _axes_of(layer: OwnLayer, role: str | None, thing: str) -> tuple[str, ...]:
-    text = layer.axes if isinstance(layer.axes, str) else layer.axes.get(role or KEY)
-    if text is None:
-        raise SpecError(explain(thing, "axes", None, "an order of axes for every role", "name its axes"))
-    axes = tuple(text.replace(",", " ").split())
-    sound = len(set(axes)) == len(axes) and set(axes) <= set(AXES) and {_TOKENS, _DIM} <= set(axes)
-    if not sound:
-        want = f"{_TOKENS}, {_DIM} and perhaps {_SLOTS}, {_KV}, {_HEADS}, each once"
-        raise SpecError(explain(thing, "axes", text, want, "name the tensor's axes in their order"))
-    return axes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Cut:
-    """A tensor cut into pages; strides are in bytes."""
-
-    kv: int
-    kv_stride: int
-    num_slots: int
-    slot_stride: int
-    heads: int
-    tokens: int
-    row_bytes: int
-    orders: frozenset[KVLayout]
-
-    @staticmethod
-    def of(facts: TensorFacts, axes: tuple[str, ...], tokens_per_block: int, thing: str) -> _Cut:
-        if len(axes) != len(facts.shape):
-            want = f"{len(facts.shape)} names for shape {facts.shape}"
-            raise SpecError(explain(thing, "axes", " ".join(axes), want, "name every axis of the tensor once"))
-        lengths = dict.fromkeys(AXES, 1) | dict(zip(axes, facts.shape, strict=True))
-        strides = dict.fromkeys(AXES, 0) | dict(zip(axes, facts.strides, strict=True))
-        if _SLOTS not in axes:
-            _cut_tokens(lengths, strides, tokens_per_block, thing)
-        _check_lengths(lengths, tokens_per_block, thing)
-        row_bytes = lengths[_DIM] * facts.item_bytes
-        orders = _orders(lengths, strides, facts.item_bytes, thing)
-        page_bytes = lengths[_HEADS] * lengths[_TOKENS] * row_bytes
-        for axis in (_SLOTS, _KV):
-            if lengths[axis] > 1 and strides[axis] < page_bytes:
-                want = f">= {page_bytes}, the bytes of a page"
-                cure = "pages overlap; pass a tensor whose pages have memory of their own"
-                raise SpecError(explain(thing, f"stride of axis {axis} in bytes", strides[axis], want, cure))
-        return _Cut(
-            kv=lengths[_KV],
-            kv_stride=strides[_KV],
-            num_slots=lengths[_SLOTS],
-            # The stride of a single slot means nothing, and libraries fill in anything.
-            slot_stride=strides[_SLOTS] if lengths[_SLOTS] > 1 else page_bytes,
-            heads=lengths[_HEADS],
-            tokens=lengths[_TOKENS],
-            row_bytes=row_bytes,
-            orders=orders,
-        )
-
-    def buffer(self, facts: TensorFacts, layer_id: LayerId, role: str, number: int) -> OwnBuffer:
-        return OwnBuffer(
-            layer_id=layer_id,
-            role=role,
-            address=facts.address + number * self.kv_stride,
-            slot_stride=self.slot_stride,
-            num_slots=self.num_slots,
-            heads=self.heads,
-            tokens=self.tokens,
-            row_bytes=self.row_bytes,
-            orders=self.orders,
-            facts=facts,
-        )
-
-
-def _cut_tokens(lengths: dict[str, int], strides: dict[str, int], tokens_per_block: int, thing: str) -> None:
-    """Make slots of consecutive tokens."""
-    slots, rest = divmod(lengths[_TOKENS], tokens_per_block)
-    if rest or not slots:
-        want = f"a multiple of tokens_per_block={tokens_per_block}"
-        cure = "pass whole pages only, or the engine's own page size as tokens_per_block"
-        raise SpecError(explain(thing, "length of axis tokens", lengths[_TOKENS], want, cure))
-    lengths[_SLOTS], strides[_SLOTS] = slots, strides[_TOKENS] * tokens_per_block
-    lengths[_TOKENS] = tokens_per_block
-
-
-def _check_lengths(lengths: Mapping[str, int], tokens_per_block: int, thing: str) -> None:
-    if lengths[_TOKENS] != tokens_per_block:
-        want = f"tokens_per_block={tokens_per_block}"
-        cure = "pass the engine's page size, or leave the slots axis away where pages are consecutive tokens"
-        raise SpecError(explain(thing, "length of axis tokens", lengths[_TOKENS], want, cure))
-    if lengths[_KV] > len(_DATA):
-        want = "1 (key) or 2 (key and value)"
-        raise SpecError(explain(thing, "length of axis kv", lengths[_KV], want, "name the axes in their order"))
-
-
-def _orders(lengths: Mapping[str, int], strides: Mapping[str, int], item_bytes: int, thing: str) -> frozenset[KVLayout]:
-    """Return the orders in which the rows of a page follow one another without a gap."""
-    heads, tokens = lengths[_HEADS], lengths[_TOKENS]
-    if lengths[_DIM] > 1 and strides[_DIM] != item_bytes:
-        cure = "rows must be contiguous: store dim last, or copy the tensor into that order"
-        raise SpecError(explain(thing, "stride of axis dim in bytes", strides[_DIM], f"{item_bytes}", cure))
-    row = lengths[_DIM] * item_bytes
-    by_head, by_token = strides[_HEADS], strides[_TOKENS]
-    orders: set[KVLayout] = set()
-    if (heads == 1 or by_head == row) and (tokens == 1 or by_token == row * heads):
-        orders.add(KVLayout.NHD)
-    if (tokens == 1 or by_token == row) and (heads == 1 or by_head == row * tokens):
-        orders.add(KVLayout.HND)
-    if not orders:
-        want = f"{(row, row * heads)} (heads next to each other) or {(row * tokens, row)} (tokens next to each other)"
-        cure = "heads and tokens of a page must lie without gaps; give K and V tensors or pages of their own"
-        raise SpecError(explain(thing, "strides of axes (heads, tokens) in bytes", (by_head, by_token), want, cure))
-    return frozenset(orders)
+            yield cut.buffer(facts, LayerId(layer.layer_id), role or DATA[number], number)
 
 
 def _dtype(layer: OwnLayer, facts: TensorFacts, thing: str) -> KVDtype:
@@ -301,7 +148,7 @@ def _check_alike(key: OwnBuffer, buffers: Mapping[str, OwnBuffer], head_dim: int
         wants = {"length of axis slots": (buffer.num_slots, key.num_slots)}
         if role in STANDARD_ROLES:
             wants["length of axis heads"] = (buffer.heads, key.heads)
-        if role in _DATA:
+        if role in DATA:
             wants["bytes of one row"] = (buffer.row_bytes, key.row_bytes)
             wants["dtype"] = (buffer.facts.dtype, key.facts.dtype)  # type: ignore[assignment]
         if role in _SCALES:

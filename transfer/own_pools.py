@@ -28,7 +28,8 @@ from transfer.hello import (
     StorageCard,
 )
 from transfer.own_arrange import OwnPool, arrange, check_apart, merge_allocations
-from transfer.own_layers import OwnBuffer, OwnLayer, ResolvedLayer, resolve_layer
+from transfer.own_cut import OwnBuffer
+from transfer.own_layers import OwnLayer, ResolvedLayer, resolve_layer
 from transfer.own_tensors import RawTensor
 from transfer.own_views import describe_own_views, own_head_shard
 from transfer.paths import Regions

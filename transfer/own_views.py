@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from transfer.hello import ParallelPosition
 from transfer.own_arrange import OwnPool
-from transfer.own_layers import OwnBuffer, ResolvedLayer
+from transfer.own_cut import OwnBuffer
+from transfer.own_layers import ResolvedLayer
 from unikv.errors import SpecError, explain
 from unikv.ids import GroupId, LayerId
 from unikv.layer_spec import KEY, STANDARD_ROLES, VALUE, KVDtype, KVLayout

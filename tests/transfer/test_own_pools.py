@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
@@ -26,10 +26,10 @@ from transfer.link_memory import MemoryNetwork
 from transfer.own_pools import OwnLayer, OwnPools, RawTensor, shared_array
 from transfer.pages import SlotArray, pair_pages
 from transfer.paths import Regions
-from transfer.peer_memory import local_regions, own_host_identity
+from transfer.peer_memory import PeerMemory, local_regions, own_host_identity
 from transfer.plan import compile_program
 from unikv import KVCacheLayerSpec, KVDtype, KVLayout, LayerOwner, PoolBudget, ReusePolicy, UnifiedKVCacheManager
-from unikv.errors import LocalProtocolError, SpecError
+from unikv.errors import LocalProtocolError, RemoteProtocolError, SpecError
 from unikv.ids import NO_PAGE, GroupId, LayerId
 from unikv.layout import build_layout
 from unikv.ranges import Span, ceil_div, head_shard
@@ -645,3 +645,20 @@ def test_no_page_marks_what_is_not_wanted() -> None:
     check_nothing_else(got)
     first = [got.kv[0][0][wanted[got.groups[0]][ordinal]] for ordinal in range(3)]
     assert [bool(page.view(np.uint16).any()) for page in first] == [False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("offset", "plan_text"), [(-1, "offset_bytes is -1, expected >= 0"), (10**9, "end of the last")]
+)
+def test_a_card_whose_pool_begins_outside_its_storage_is_refused(offset: int, plan_text: str) -> None:
+    sent, _ = own_store("kv-first", Side.CONTEXT, tpb=BLOCK)
+    got, things = own_store("one-file", Side.GENERATION, tpb=BLOCK)
+    try:
+        wrong = replace(got.card, pools=tuple(replace(pool, offset_bytes=offset) for pool in got.card.pools))
+        with pytest.raises(SpecError, match=plan_text):
+            compile_program(sent.card, wrong, with_draft=True)
+        with pytest.raises(RemoteProtocolError, match=f"slots of [0-9]+ bytes from byte {offset} on"):
+            PeerMemory(wrong)
+    finally:
+        for thing in things:
+            thing.close()
