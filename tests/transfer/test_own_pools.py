@@ -361,6 +361,11 @@ PAGE_BYTES = BLOCK * 2 * DIM * 2
             id="heads-with-gaps",
         ),
         pytest.param(
+            layer(zeros(2, 5, 2, BLOCK + 1, DIM)[:, :, :, :BLOCK], "kv slots heads tokens dim"),
+            ("layer 3", "strides of axes (heads, tokens) in bytes is (80, 16)", "(64, 16)", "without gaps"),
+            id="tokens-with-gaps",
+        ),
+        pytest.param(
             layer(zeros(5 * BLOCK, 2, 2, DIM), "tokens kv heads dim"),
             ("layer 3", "strides of axes (heads, tokens) in bytes is (16, 64)", "K and V tensors"),
             id="key-and-value-per-token",
@@ -523,6 +528,131 @@ def test_raw_pointers_are_described_like_tensors() -> None:
     assert "dtype is 'int4'" in refusal(layer(wrong))
     few = RawTensor(pointer=at, shape=PAGE, strides_bytes=(2,), dtype="float16")
     assert "number of strides is 1, expected 4" in refusal(layer(few))
+
+
+NAMES = ("slots", "kv", "heads", "tokens", "dim")
+PAGED_ORDERS = st.tuples(st.permutations(NAMES[:2]), st.permutations(NAMES[2:4])).map(
+    lambda two: [*two[0], *two[1], "dim"]
+)
+
+
+def is_gapless(strides: dict[str, int], shape: dict[str, int]) -> bool:
+    """Return whether a page is [heads, tokens, dim] or [tokens, heads, dim] without gaps, listing every place."""
+    for outer, inner in (("heads", "tokens"), ("tokens", "heads")):
+        places = [
+            o * strides[outer] + i * strides[inner] + d * strides["dim"]
+            for o, i, d in product(range(shape[outer]), range(shape[inner]), range(shape["dim"]))
+        ]
+        if places == [2 * number for number in range(len(places))]:
+            return True
+    return False
+
+
+@given(
+    stored=st.one_of(PAGED_ORDERS, PAGED_ORDERS, PAGED_ORDERS, st.permutations(NAMES)),
+    shown=st.permutations(NAMES),
+    slots=st.integers(2, 4),
+    kv=st.integers(1, 2),
+    heads=st.integers(1, 3),
+    tokens=st.integers(1, 3),
+    padding=st.tuples(*[st.sampled_from([0] * 9 + [1])] * 5),
+)
+def test_any_order_of_axes_is_found_byte_for_byte_or_refused(
+    stored: list[str], shown: list[str], slots: int, kv: int, heads: int, tokens: int, padding: tuple[int, ...]
+) -> None:
+    shape = {"slots": slots, "kv": kv, "heads": heads, "tokens": tokens, "dim": 2}
+    memory = zeros(*[shape[axis] + more for axis, more in zip(stored, padding, strict=True)])
+    cut = memory[tuple(slice(shape[axis]) for axis in stored)]
+    tensor = cut.transpose([stored.index(axis) for axis in shown])
+    strides = dict(zip(shown, tensor.strides, strict=True))
+    one = layer(tensor, " ".join(shown))
+    page = heads * tokens * 2 * 2
+    apart = strides["slots"] >= page and (kv == 1 or strides["kv"] >= page)
+    if not (is_gapless(strides, shape) and apart):
+        assert "layer 3" in refusal(one, tokens_per_block=tokens)
+        return
+    own = OwnPools([one], tokens_per_block=tokens)
+    card = own.card(side=Side.CONTEXT, instance="c")
+    regions = own.regions(card)
+    by_name = tensor.transpose([shown.index(axis) for axis in NAMES])
+    by_name[...] = np.arange(by_name.size).reshape(by_name.shape)
+    found = 0
+    for view in card.views:
+        region = regions[view.group_id][view.pool_index]
+        for entry, slot in product(view.entries, range(slots)):
+            at = slot * region.slot_stride_bytes + entry.offset_bytes
+            got = region.memory[at : at + page].view(np.float16)
+            got = got.reshape((heads, tokens, 2) if view.kv_layout is KVLayout.HND else (tokens, heads, 2))
+            order = (0, 1, 2) if view.kv_layout is KVLayout.HND else (1, 0, 2)
+            assert np.array_equal(got.transpose(order), by_name[slot, ("key", "value").index(entry.role)])
+            found += 1
+    assert found == slots * kv
+
+
+def only_pools(own: OwnPools) -> list[tuple[int, int, int, list[int]]]:
+    """Return (offset, stride, slots, offsets of buffers) of every pool."""
+    card = own.card(side=Side.CONTEXT, instance="c")
+    return [
+        (
+            pool.offset_bytes,
+            pool.slot_stride_bytes,
+            pool.num_slots,
+            sorted(
+                entry.offset_bytes
+                for view in card.views
+                if (view.group_id, view.pool_index) == (pool.group_id, pool.pool_index)
+                for entry in view.entries
+            ),
+        )
+        for pool in card.pools
+    ]
+
+
+def test_some_layers_of_a_slot_keep_to_the_slots_of_the_whole() -> None:
+    memory = zeros(2, 5, 3, *PAGE[1:])
+    one = layer(memory[:, :, 1], "kv slots tokens heads dim")
+    stride = 3 * PAGE_BYTES
+    assert only_pools(OwnPools([one], tokens_per_block=BLOCK)) == [
+        (0, stride, 5, [PAGE_BYTES]),
+        (5 * stride, stride, 5, [PAGE_BYTES]),
+    ]
+    outer = [layer(memory[:, :, number], layer_id=number) for number in (0, 2)]
+    assert only_pools(OwnPools(outer, tokens_per_block=BLOCK)) == [
+        (0, stride, 5, [0, 2 * PAGE_BYTES]),
+        (5 * stride, stride, 5, [0, 2 * PAGE_BYTES]),
+    ]
+
+
+@pytest.mark.parametrize("header", [0, 2, 70, PAGE_BYTES, 2 * PAGE_BYTES])
+@pytest.mark.parametrize("trailer", [0, 2, PAGE_BYTES])
+def test_slots_may_begin_behind_a_header_of_any_size(header: int, trailer: int) -> None:
+    memory = zeros(header + 5 * 2 * PAGE_BYTES + trailer, dtype=np.uint8)
+    kv = memory[header : header + 5 * 2 * PAGE_BYTES].view(np.float16).reshape(5, 2, *PAGE[1:])
+    for number in range(2):
+        own = OwnPools([layer({"key": kv[:, number]}, "slots tokens heads dim")], tokens_per_block=BLOCK)
+        ((offset, stride, slots, (at,)),) = only_pools(own)
+        assert (stride, slots, offset + at) == (2 * PAGE_BYTES, 5, header + number * PAGE_BYTES)
+        assert offset >= 0 and offset + slots * stride <= memory.size and 0 <= at <= stride - PAGE_BYTES
+
+
+def test_tensors_that_interleave_at_different_slots_are_refused() -> None:
+    memory = zeros(6, 2, *PAGE[1:])
+    text = refusal(layer({"key": memory[:-2, 0], "value": memory[2:, 1]}, "slots tokens heads dim"))
+    assert "interleave at different places" in text and "layer 3 value: address" in text
+
+
+def test_buffers_that_overlap_around_the_end_of_a_slot_are_refused() -> None:
+    memory = zeros(5 * 3 * PAGE_BYTES, dtype=np.uint8)
+    at, half = int(memory.__array_interface__["data"][0]), PAGE_BYTES // 2
+
+    def pages(offset: int) -> RawTensor:
+        strides = (3 * half, *zeros(*PAGE).strides[1:])
+        whole = Span(at, at + memory.size)
+        return RawTensor(pointer=at + offset, shape=PAGE, strides_bytes=strides, dtype="float16", allocation=whole)
+
+    text = refusal(layer({"key": pages(0), "value": pages(2 * half)}, "slots tokens heads dim"))
+    assert "layer 3 value: addresses" in text and "apart from layer 3 key" in text
+    assert "apart from" in refusal(layer({"key": pages(0), "value": pages(half)}, "slots tokens heads dim"))
 
 
 def test_nvfp4_scales_and_extras_are_the_managers_own() -> None:
