@@ -57,9 +57,9 @@ class ContextWorker(Worker[RunPrompt]):
         started_s = now_s()
         request: KVCacheRequest | None = None
         try:
-            request = open_for_prefill(self.runtime.manager, work.request_id, work.prompt)
+            request, publish_at = open_for_prefill(self.runtime.manager, work.request_id, work.prompt)
             cached = request.history_tokens
-            aux = self.runner.prefill(request, work.prompt, work.prompt_tokens)
+            aux = self.runner.prefill(request, work.prompt, work.prompt_tokens, publish_at)
             tables, prefill_s = request.page_tables(), now_s() - started_s
             handle = self._endpoint.publish(work.request_id, tables, work.prompt_tokens, aux)
         except InternalError:

@@ -53,9 +53,11 @@ class ModelRunner:
         self._card = card
         self._arrays = [manager.pools.numpy(storage) for storage in range(len(card.storages))]
 
-    def prefill(self, request: KVCacheRequest, prompt: tuple[int, ...], prompt_tokens: int) -> AuxData:
+    def prefill(
+        self, request: KVCacheRequest, prompt: tuple[int, ...], prompt_tokens: int, publish_at: int | None
+    ) -> AuxData:
         """Run target and drafter over the prompt."""
-        result = self._model.prefill(request, prompt)
+        result = self._model.prefill(request, prompt, publish_at=publish_at)
         return AuxData(
             first_tokens=(result.first_token,), draft_tokens=result.draft_tokens, prompt_tokens=prompt_tokens
         )

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from unikv.cache_manager import UnifiedKVCacheManager
+from unikv.claim_cap import ClaimPlan, claim_cap
 from unikv.errors import CapacityError
 from unikv.ids import NO_PAGE, GroupId, RequestId
 from unikv.layer_spec import ReusePolicy
@@ -14,18 +15,25 @@ from unikv.request import KVCacheRequest, ResumeResult
 from workers.runner import Tables
 
 
-def open_for_prefill(manager: UnifiedKVCacheManager, request_id: RequestId, prompt: tuple[int, ...]) -> KVCacheRequest:
+def open_for_prefill(
+    manager: UnifiedKVCacheManager, request_id: RequestId, prompt: tuple[int, ...]
+) -> tuple[KVCacheRequest, int | None]:
     """Return an active request for a prompt to compute, with whatever of it target and drafter both have.
 
     A drafter that sees the whole prompt can only skip what its own layers have; one that sees a window is given it by
     computing the end of the prompt again.
 
+    Returns:
+        The request, and a position inside the prompt where a prefill chunk should end, since others will branch off
+        there; None where there is no such place.
+
     Raises:
         CapacityError: no pages for what was found; nothing is left open.
     """
     if not prompt:
-        return manager.create_request(request_id)
-    return _resume(manager.create_request(request_id, prompt, claim_limit=_prefill_limit(manager, prompt)))
+        return manager.create_request(request_id), None
+    plan = plan_prefill(manager, prompt)
+    return _resume(manager.create_request(request_id, prompt, claim_limit=plan.claim_tokens)), plan.publish_at
 
 
 def open_for_decode(manager: UnifiedKVCacheManager, request_id: RequestId, prompt: tuple[int, ...]) -> KVCacheRequest:
@@ -58,22 +66,32 @@ def without(tables: Tables, tokens: Mapping[GroupId, int], tokens_per_block: int
     return masked
 
 
-def _prefill_limit(manager: UnifiedKVCacheManager, prompt: tuple[int, ...]) -> int:
+def plan_prefill(manager: UnifiedKVCacheManager, prompt: tuple[int, ...]) -> ClaimPlan:
     """Return how much of a prompt may be taken over without leaving a drafter short.
 
     Either as much as all optional groups have, or as much as still lets the prefill compute every position again that
-    a windowed drafter reads: its first step reads from ``prompt + 2 - window`` on.
+    a windowed drafter reads, whichever is more.
     """
     groups = [group for group in manager.layout.groups if group.reuse_policy is ReusePolicy.OPTIONAL]
     free = manager.probe(prompt)
     short = [group for group in groups if not free.status[group.group_id].complete]
     if not short or not free.num_tokens:
-        return free.num_tokens
+        return ClaimPlan(claim_tokens=free.num_tokens, publish_at=None)
     together = manager.probe(prompt, also_required={group.group_id for group in groups}).num_tokens
-    if any(group.window is None for group in short):
-        return together
+    all_there = ClaimPlan(claim_tokens=together, publish_at=None)
     windows = [group.window for group in groups if group.window is not None]
-    return max(together, min(free.num_tokens, max(0, len(prompt) + 1 - max(windows))))
+    if any(group.window is None for group in short):
+        return all_there
+    capped = claim_cap(
+        len(prompt),
+        max(windows),
+        free.num_tokens,
+        free.divergence_tokens,
+        complete=False,
+        tokens_per_block=manager.layout.tokens_per_block,
+        partial=manager.reuse.partial_blocks,
+    )
+    return all_there if together >= capped.claim_tokens else capped
 
 
 def _resume(request: KVCacheRequest) -> KVCacheRequest:

@@ -88,8 +88,13 @@ class Runner(Protocol):
         """Use the pages of `manager`, which `card` describes, from now on."""
         ...
 
-    def prefill(self, request: KVCacheRequest, prompt: tuple[int, ...], prompt_tokens: int) -> AuxData:
-        """Compute the KV of a prompt into the request's pages; history is its length afterwards."""
+    def prefill(
+        self, request: KVCacheRequest, prompt: tuple[int, ...], prompt_tokens: int, publish_at: int | None
+    ) -> AuxData:
+        """Compute the KV of a prompt into the request's pages; history is its length afterwards.
+
+        A runner that takes part in prefix reuse ends a chunk at `publish_at` and commits what it has.
+        """
         ...
 
     def discard(self, tables: Tables) -> None:

@@ -7,8 +7,9 @@ tokens and their acceptance are equal wherever the KV is.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +124,12 @@ class HFRunner:
         return tuple(eos) if isinstance(eos, list | tuple) else () if eos is None else (eos,)
 
     def prefill(
-        self, request: KVCacheRequest, token_ids: Sequence[int], *, chunk_tokens: int | None = None
+        self,
+        request: KVCacheRequest,
+        token_ids: Sequence[int],
+        *,
+        chunk_tokens: int | None = None,
+        publish_at: int | None = None,
     ) -> PrefillResult:
         """Run target and drafter over a prompt; afterwards history is its length and all of its KV is in the pages.
 
@@ -131,6 +137,7 @@ class HFRunner:
             request: an active request of the bound manager, which has computed nothing yet.
             token_ids: the prompt, at least one token.
             chunk_tokens: tokens per pass; None runs the prompt in one.
+            publish_at: end a pass at this position too.
 
         A request that took over a prefix from the cache begins behind it. What is computed is committed, if the
         request takes part in prefix reuse.
@@ -145,8 +152,8 @@ class HFRunner:
         _check_prefill(request, prompt_tokens, chunk)
         target, draft = self._open_caches(request, draft_valid_from=0)
         choice = 0
-        for position in range(request.history_tokens, prompt_tokens, chunk):
-            tokens = token_ids[position : position + chunk]
+        for position, end in _passes(request.history_tokens, prompt_tokens, chunk, publish_at):
+            tokens = token_ids[position:end]
             needed = self.manager.context_capacity(position, len(tokens))
             request.resize(capacity_tokens=max(needed, request.capacity_tokens), history_tokens=position)
             choice = greedy_pass(self.target, target, tokens, position, keep=1)[0]
@@ -215,6 +222,14 @@ class HFSequence:
             proposals += greedy_pass(self._runner.drafter, self._draft, tokens, position, keep=1)
             position, tokens = position + len(tokens), proposals[-1:]
         return proposals
+
+
+def _passes(begin: int, end: int, chunk_tokens: int, publish_at: int | None) -> Iterator[tuple[int, int]]:
+    """Yield the half-open ranges of positions of every pass."""
+    ends = {*range(begin + chunk_tokens, end, chunk_tokens), end}
+    if publish_at is not None and begin < publish_at < end:
+        ends.add(publish_at)
+    yield from pairwise([begin, *sorted(ends)])
 
 
 def _check_prefill(request: KVCacheRequest, prompt_tokens: int, chunk_tokens: int) -> None:

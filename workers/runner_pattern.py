@@ -53,7 +53,9 @@ class PatternRunner:
         for buffer in self._buffers:
             buffer.pages[NULL_SLOT + 1 :] = POISON
 
-    def prefill(self, request: KVCacheRequest, prompt: tuple[int, ...], prompt_tokens: int) -> AuxData:
+    def prefill(
+        self, request: KVCacheRequest, prompt: tuple[int, ...], prompt_tokens: int, publish_at: int | None = None
+    ) -> AuxData:
         """Write the pattern of `prompt_tokens` tokens into the request's pages."""
         assert self._manager is not None and self._card is not None
         request.resize(self._manager.context_capacity(0, prompt_tokens), prompt_tokens)

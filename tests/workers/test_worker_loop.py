@@ -50,7 +50,7 @@ class Moody(PatternRunner):
 
     fails_at = ""
 
-    def prefill(self, request: Any, prompt: tuple[int, ...], prompt_tokens: int) -> AuxData:
+    def prefill(self, request: Any, prompt: tuple[int, ...], prompt_tokens: int, publish_at: Any = None) -> AuxData:
         if self.fails_at == "prefill":
             raise ZeroDivisionError("the model is broken")
         return super().prefill(request, prompt, prompt_tokens)
