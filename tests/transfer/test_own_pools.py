@@ -793,3 +793,21 @@ def test_a_card_whose_pool_begins_outside_its_storage_is_refused(offset: int, pl
     finally:
         for thing in things:
             thing.close()
+
+
+def test_device_memory_is_wrapped_by_whoever_knows_the_device(caplog: pytest.LogCaptureFixture) -> None:
+    memory = zeros(*KV_SHAPE)
+    at = int(memory.__array_interface__["data"][0])
+    raw = RawTensor(pointer=at, shape=KV_SHAPE, strides_bytes=memory.strides, dtype="float16", device="cuda:0")
+    asked: list[tuple[int, int]] = []
+
+    def wrap(address: int, size_bytes: int) -> NDArray[np.uint8]:
+        asked.append((address, size_bytes))
+        return memory.reshape(-1).view(np.uint8)
+
+    pools = OwnPools([layer(raw)], tokens_per_block=BLOCK, make_memory=wrap)
+    card = pools.card(side=Side.GENERATION, instance="g")
+    assert card.device == "cuda:0" and "which is on a device" in caplog.text
+    regions = pools.regions(card)
+    assert asked == [(at, memory.nbytes)]
+    assert [region.num_slots for region in regions[pools.group_of(3)].values()] == [5, 5]
