@@ -10,6 +10,7 @@ import ctypes
 import logging
 import secrets
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -50,7 +51,7 @@ MakeMemory = Callable[[int, int], Any]
 
 
 class OwnPools:
-    """Pools that an engine describes. Keeps its tensors alive; the memory stays the engine's.
+    """Pools that an engine describes. Keeps its tensors alive, and so do its regions; the memory stays the engine's.
 
     Attributes:
         tokens_per_block: tokens of one page.
@@ -102,7 +103,10 @@ class OwnPools:
         for layer in resolved:
             own_head_shard(layer, self.position)
         self._device = _common_device(resolved)
-        self._make_memory = _memory_maker(self._device, make_memory)
+        self._make_memory = make_memory
+        if make_memory is None and self._device != "cpu":
+            cure = "pass make_memory, which wraps an address for that device's copier"
+            raise SpecError(explain("own pools", "device", self._device, "cpu", cure))
         self._pools = self._arrange(groups_share_slots)
         self._allocations = _used(self._pools)
 
@@ -177,8 +181,14 @@ class OwnPools:
         )
 
     def regions(self, card: RankCard) -> Regions:
-        """Return the regions of the pools, for the endpoint that gets `card`; they borrow the engine's memory."""
-        memory = [self._make_memory(span.lo, len(span)) for span in self._allocations]
+        """Return the regions of the pools, for the endpoint that gets `card`.
+
+        They lie in the engine's memory. On the host they keep its tensors alive; memory behind a `RawTensor` or made by
+        `make_memory` must outlive the endpoint.
+        """
+        keep = ([b.facts.keep for layer in self._resolved.values() for b in layer.buffers], self._shared)
+        make = self._make_memory or partial(_host_memory, keep=keep)
+        memory = [make(span.lo, len(span)) for span in self._allocations]
         return local_regions(card, memory)
 
     def _arrange(self, groups_share_slots: bool) -> dict[GroupId, tuple[OwnPool, ...]]:
@@ -275,14 +285,8 @@ def _common_device(layers: Sequence[ResolvedLayer]) -> str:
     return buffers[0].facts.device
 
 
-def _memory_maker(device: str, given: MakeMemory | None) -> MakeMemory:
-    if given is not None:
-        return given
-    if device != "cpu":
-        cure = "pass make_memory, which wraps an address for that device's copier"
-        raise SpecError(explain("own pools", "device", device, "cpu", cure))
-    return _host_memory
-
-
-def _host_memory(address: int, size_bytes: int) -> NDArray[np.uint8]:
-    return np.ctypeslib.as_array((ctypes.c_uint8 * size_bytes).from_address(address))
+def _host_memory(address: int, size_bytes: int, *, keep: object) -> NDArray[np.uint8]:
+    """Return host memory as an array that keeps `keep` alive."""
+    bytes_there: Any = (ctypes.c_uint8 * size_bytes).from_address(address)
+    bytes_there.keep = keep
+    return np.ctypeslib.as_array(bytes_there)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import secrets
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -811,3 +813,16 @@ def test_device_memory_is_wrapped_by_whoever_knows_the_device(caplog: pytest.Log
     regions = pools.regions(card)
     assert asked == [(at, memory.nbytes)]
     assert [region.num_slots for region in regions[pools.group_of(3)].values()] == [5, 5]
+
+
+def test_regions_keep_the_tensors_of_the_engine_alive() -> None:
+    memory = zeros(*KV_SHAPE)
+    gone = weakref.ref(memory)
+    pools = OwnPools([layer(memory)], tokens_per_block=BLOCK)
+    regions = pools.regions(pools.card(side=Side.CONTEXT, instance="c"))
+    del memory, pools
+    gc.collect()
+    assert gone() is not None
+    del regions
+    gc.collect()
+    assert gone() is None
