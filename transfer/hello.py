@@ -102,13 +102,14 @@ class StorageCard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolCard:
-    """One pool: slot ``s`` starts ``s * slot_stride_bytes`` into storage number `storage` of the card."""
+    """One pool: slot ``s`` starts ``offset_bytes + s * slot_stride_bytes`` into storage `storage` of the card."""
 
     group_id: GroupId
     pool_index: int
     storage: int
     slot_stride_bytes: int
     num_slots: int
+    offset_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

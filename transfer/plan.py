@@ -227,7 +227,9 @@ def _slot_bytes(card: RankCard, group: GroupId, index: int) -> int:
     except (KeyError, IndexError):
         want = "described with its storage, as a view uses it"
         raise SpecError(explain(thing, "pool", "missing", want, "complete that rank's card")) from None
-    end = pool.num_slots * pool.slot_stride_bytes
+    end = pool.offset_bytes + pool.num_slots * pool.slot_stride_bytes
+    if pool.offset_bytes < 0:
+        raise SpecError(explain(thing, "offset_bytes", pool.offset_bytes, ">= 0", "correct that rank's card"))
     if end > size:
         want = f"<= the {size} bytes of storage {pool.storage}"
         raise SpecError(explain(thing, "end of the last slot in bytes", end, want, "correct that rank's card"))
