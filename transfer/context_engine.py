@@ -27,6 +27,7 @@ from transfer.messages import (
     Goodbye,
     Hello,
     StageTimes,
+    Withdraw,
 )
 from transfer.options import TransferOptions
 from transfer.outcome import Outcome, TransferHandle
@@ -160,6 +161,8 @@ class ContextEngine:
                 self._on_ask(message, key)
             case Cancel():
                 self._on_cancel(message, key)
+            case Withdraw():
+                self._on_withdraw(message, key)
             case Credit():
                 self._on_credit(message, key)
             case Goodbye():
@@ -227,6 +230,23 @@ class ContextEngine:
         if leg is None or leg.ask.epoch != cancel.epoch:  # nothing of this attempt moves, or ever will
             self._work.tell(peer, CancelAck(request_id=cancel.request_id, epoch=cancel.epoch))
 
+    def _on_withdraw(self, withdraw: Withdraw, key: PeerKey) -> None:
+        peer = self._peers.get(key)
+        if peer is None:
+            self._exchange.refuse("unregistered", f"withdrawal from an unregistered rank {key[1]}")
+            return
+        request = self._requests.get(withdraw.request_id)
+        leg = request.legs.get(key) if request else None
+        if request is None or leg is None or leg.ask.epoch != withdraw.epoch or request.session.forget(key):
+            self._work.tell(peer, CancelAck(request_id=withdraw.request_id, epoch=withdraw.epoch))
+            if request is not None and leg is not None and leg.ask.epoch == withdraw.epoch:
+                del request.legs[key]
+                if not request.legs:
+                    self._requests.forget(withdraw.request_id)
+        else:
+            reason = "another context rank has sent it as well"
+            self._work.do(request, partial(request.session.peer_cancelled, key, reason))
+
     def _on_credit(self, credit: Credit, key: PeerKey) -> None:
         request = self._requests.get(credit.request_id)
         leg = request.legs.get(key) if request else None
@@ -265,7 +285,7 @@ class ContextEngine:
         for key in request.legs:
             peer = self._peers.get(key)
             if peer is not None:
-                return self._peers.expected(peer.card.instance)
+                return self._peers.expected(peer)
         return None
 
     def _expect(self, request: ContextRequest) -> None:

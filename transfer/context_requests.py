@@ -97,6 +97,10 @@ class RequestBook:
         waiting = [request for request in self._open.values() if request.handle is None]
         return waiting[0] if len(waiting) >= MAX_WAITING else None
 
+    def forget(self, request_id: RequestId) -> None:
+        """Drop a request that is not ours after all: whoever asks again is heard."""
+        self._open.pop(request_id, None)
+
     def end(self, request_id: RequestId, reason: str) -> None:
         """Close a request, or remember one that never opened. The first reason stays."""
         self._open.pop(request_id, None)

@@ -65,6 +65,26 @@ class ParallelPosition:
         """Ranks of the whole instance."""
         return self.tp * self.pp * self.cp
 
+    @property
+    def data_ranks(self) -> int:
+        """How many groups of ranks serve whole requests, each on its own: one without attention data parallelism."""
+        return self.tp if self.attention_dp else 1
+
+    @property
+    def data_rank(self) -> int:
+        """The group this rank belongs to."""
+        return self.tp_rank if self.attention_dp else 0
+
+    @property
+    def group_size(self) -> int:
+        """Ranks that share a request."""
+        return self.world_size // self.data_ranks
+
+    @property
+    def leads_group(self) -> bool:
+        """Whether this is the first rank of its group."""
+        return self.pp_rank == self.cp_rank == 0 and self.tp_rank in (0, self.data_rank)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostIdentity:

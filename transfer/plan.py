@@ -183,6 +183,8 @@ def _group_pair(
         page_bytes=page_bytes,
         ordinal_start=share.start,
         ordinal_step=share.step,
+        src_deal=context.position.cp,
+        dst_deal=generation.position.cp,
     )
 
 
