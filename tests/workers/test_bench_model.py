@@ -19,6 +19,7 @@ PROMPTS = """
 
 @pytest.mark.model
 @pytest.mark.timeout(600)
+@pytest.mark.usefixtures("store_library")
 def test_a_conversation_in_two_processes(tmp_path: Path) -> None:
     if not is_complete(smollm2_directory()):
         pytest.skip("SmolLM2 is not on this machine: run scripts/fetch_model.py once")
