@@ -175,7 +175,7 @@ def test_no_pages_for_a_claim_leaves_nothing_open(runner: HFRunner, manager: Uni
 
 
 @pytest.mark.parametrize(
-    ("owner", "policy"), [(o, p) for o in ("target", "draft") for p in ReusePolicy], ids=lambda value: str(value)
+    ("owner", "policy"), [(o, p) for o in ("target", "draft") for p in ReusePolicy], ids=str
 )
 def test_any_policy_leaves_tokens_and_acceptance_as_they_are(
     runner: HFRunner, build: Callable[..., UnifiedKVCacheManager], owner: str, policy: ReusePolicy
@@ -208,3 +208,19 @@ def test_a_window_of_the_target_that_may_be_missing_is_never_left_out(
         manager._cache.unlink(page)
     for number, branch in enumerate((40, 50, 61, 30), start=2):
         run(runner, [*prompt[:branch], *words(12, number)], number)
+
+
+def test_a_drafter_never_reads_pages_of_others(runner: HFRunner, build: Callable[..., UnifiedKVCacheManager]) -> None:
+    """What a drafter lacks of a prefix is not there, whatever lies in its fresh pages: nor is it published."""
+    manager, prompt = build(), words(45, 10)
+    for number in range(4):
+        drafts = {g.group_id for g in manager.layout.groups if g.reuse_policy is ReusePolicy.OPTIONAL}
+        for page in [page for page in manager._cache._pages.values() if page.group_id in drafts and page.ordinal > 1]:
+            manager._cache.unlink(page)
+        run(runner, [*prompt, *words(20 + number, 40 + number)], number)
+    for page in manager._cache._pages.values():
+        for spec in manager.layout.specs:
+            if manager.layer_group_id(spec.layer_id) == page.group_id:
+                pages_of = manager.get_buffers(spec.layer_id)
+                assert pages_of is not None
+                assert not pages_of[page.slot][:, :, page.valid_from : page.span].isnan().any()
