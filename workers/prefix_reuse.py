@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -29,12 +29,12 @@ def open_for_prefill(
         there; None where there is no such place.
 
     Raises:
-        CapacityError: no pages for what was found; nothing is left open.
+        CapacityError: too many pages are in use to begin; nothing is left open.
     """
     if not prompt:
         return manager.create_request(request_id), None
     plan = plan_prefill(manager, prompt)
-    return _resume(manager.create_request(request_id, prompt, claim_limit=plan.claim_tokens)), plan.publish_at
+    return _open(manager, request_id, prompt, plan.claim_tokens), plan.publish_at
 
 
 def open_for_decode(manager: UnifiedKVCacheManager, request_id: RequestId, prompt: tuple[int, ...]) -> KVCacheRequest:
@@ -43,11 +43,11 @@ def open_for_decode(manager: UnifiedKVCacheManager, request_id: RequestId, promp
     Optional groups that lack their part are fetched in full; nothing is computed again for them.
 
     Raises:
-        CapacityError: no pages for what was found; nothing is left open.
+        CapacityError: too many pages are in use to begin; nothing is left open.
     """
     if not prompt:
         return manager.create_request(request_id)
-    return _resume(manager.create_request(request_id, prompt))
+    return _open(manager, request_id, prompt, manager.probe(prompt).num_tokens)
 
 
 def taken_over_tokens(manager: UnifiedKVCacheManager, request: KVCacheRequest) -> dict[GroupId, int]:
@@ -105,11 +105,31 @@ def plan_prefill(manager: UnifiedKVCacheManager, prompt: tuple[int, ...]) -> Cla
     return capped
 
 
-def _resume(request: KVCacheRequest) -> KVCacheRequest:
-    complete = [s.group_id for s in request.reuse_status() if s.complete and s.policy is ReusePolicy.OPTIONAL]
-    result = request.resume(complete)
-    if result is not ResumeResult.OK:
+def _open(
+    manager: UnifiedKVCacheManager, request_id: RequestId, prompt: tuple[int, ...], claim_tokens: int
+) -> KVCacheRequest:
+    """Return an active request that has taken over as much of `claim_tokens` as there are pages for.
+
+    Taking over a block in part needs its page and one for the copy at the same time, which is one page more than the
+    prompt itself may need.
+    """
+    result = ResumeResult.OK
+    for limit in _claims(manager, prompt, claim_tokens):
+        request = manager.create_request(request_id, prompt, claim_limit=limit)
+        complete = [s.group_id for s in request.reuse_status() if s.complete and s.policy is ReusePolicy.OPTIONAL]
+        result = request.resume(complete)
+        if result is ResumeResult.OK:
+            return request
         request.close()
-        text = f"request {request.request_id}: {result.value}: its cached prefix cannot be brought back; wait for pages"
-        raise CapacityError(text, needed_pages=request.num_blocks, free_pages=0)
-    return request
+    text = f"request {request_id}: {result.value}: its cached prefix cannot be brought back; wait for pages"
+    raise CapacityError(text, needed_pages=0, free_pages=0)
+
+
+def _claims(manager: UnifiedKVCacheManager, prompt: tuple[int, ...], claim_tokens: int) -> Iterator[int]:
+    """Yield how much to take over, what to be content with if there are no pages for that, and nothing."""
+    yield claim_tokens
+    whole = claim_tokens - claim_tokens % manager.layout.tokens_per_block
+    if 0 < whole < claim_tokens and all(s.complete for s in manager.probe(prompt, claim_limit=whole).status):
+        yield whole
+    if claim_tokens:
+        yield 0

@@ -167,16 +167,16 @@ def test_no_pages_for_a_claim_leaves_nothing_open(runner: HFRunner, manager: Uni
     with contextlib.suppress(CapacityError):
         for hog in hogs:
             hog.resize(BLOCK)
-    with pytest.raises(CapacityError, match=r"request 3: out of pages"):
-        open_for_decode(manager, RequestId(3), (*prompt, 1, 2, 3))
-    for request in (*hogs, held):
+    late = open_for_decode(manager, RequestId(3), (*prompt, 1, 2, 3))  # at most with what needs no page of its own
+    assert late.history_tokens % BLOCK == 0
+    with pytest.raises(CapacityError, match=r"request 3"):
+        late.resize(manager.generation_capacity(39, DRAFTS), 39)
+    for request in (late, *hogs, held):
         request.close()
     manager.create_request(RequestId(3)).close()
 
 
-@pytest.mark.parametrize(
-    ("owner", "policy"), [(o, p) for o in ("target", "draft") for p in ReusePolicy], ids=str
-)
+@pytest.mark.parametrize(("owner", "policy"), [(o, p) for o in ("target", "draft") for p in ReusePolicy], ids=str)
 def test_any_policy_leaves_tokens_and_acceptance_as_they_are(
     runner: HFRunner, build: Callable[..., UnifiedKVCacheManager], owner: str, policy: ReusePolicy
 ) -> None:
@@ -224,3 +224,21 @@ def test_a_drafter_never_reads_pages_of_others(runner: HFRunner, build: Callable
                 pages_of = manager.get_buffers(spec.layer_id)
                 assert pages_of is not None
                 assert not pages_of[page.slot][:, :, page.valid_from : page.span].isnan().any()
+
+
+@pytest.mark.parametrize("length", [10, 17, 18, 26, 31])
+def test_what_fits_alone_fits_with_a_prefix(
+    runner: HFRunner, build: Callable[..., UnifiedKVCacheManager], length: int
+) -> None:
+    """A block that is used in part is copied: where there is no page for the copy, it is computed or moved anew."""
+    layout = build().layout
+    blocks = -(-(length + 2 * DRAFTS) // BLOCK)
+    pages = blocks * max(sum(g.pool_group == p for g in layout.groups) for p in range(len(layout.groups)))
+    manager, prompt = build(pages=1 + pages), words(length, 11)
+    for number in range(3):
+        result = run_aggregated(runner, prompt, max_new_tokens=1, request_id=number, reuse=True)
+        assert result.tokens == runner.reference_generate(prompt, max_new_tokens=1)
+        request = open_for_decode(manager, RequestId(9), tuple(prompt))
+        request.resize(manager.generation_capacity(length, DRAFTS), length)
+        request.close()
+    assert manager.statistics.reused_pages > 0
