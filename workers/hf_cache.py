@@ -11,7 +11,8 @@ read            ``[start, p + n)``     what attention sees, gathered for one lay
 ==============  =====================  ====================================================================
 
 ``valid_from`` is 0 where the prompt's KV is in the pages, and the prompt's length for a drafter whose prompt KV never
-came: it then sees only what it wrote itself, at the true positions.
+came: it then sees only what it wrote itself, at the true positions. With `skips_unwritten` it is, layer group by layer
+group, no less than where the request's KV begins: a drafter whose pages were gone does without them.
 """
 
 from __future__ import annotations
@@ -146,6 +147,7 @@ class PagedKVCache(Cache):  # type: ignore[misc, unused-ignore]  # partly typed
         manager: whose pages hold the layers of `plan`.
         request: an open request of `manager`.
         valid_from: first position whose KV exists; earlier positions are never read.
+        skips_unwritten: whether to begin reading where the request's KV begins, for a model that may lack some.
         on_layer: called whenever a pass has written a layer, with the layer's id and how many tokens it has now.
 
     Raises:
@@ -159,12 +161,14 @@ class PagedKVCache(Cache):  # type: ignore[misc, unused-ignore]  # partly typed
         plan: AttentionPlan,
         *,
         valid_from: int = 0,
+        skips_unwritten: bool = False,
         on_layer: OnLayer | None = None,
     ) -> None:
         self._request = request
         self._tokens_per_block = manager.layout.tokens_per_block
         self._groups = tuple(manager.layer_group_id(layer_id) for layer_id in plan.layer_ids)
         self._valid_from = valid_from
+        self._skips_unwritten = skips_unwritten
         self._imposed_window = plan.imposed_window
         kv_layout = manager.layout.kv_layout
         buffers = [_plain_buffers(manager, layer_id) for layer_id in plan.layer_ids]
@@ -210,7 +214,8 @@ class PagedKVCache(Cache):  # type: ignore[misc, unused-ignore]  # partly typed
         return ((key <= query) & (key > query - self._imposed_window))[None, None]
 
     def _places(self, group: GroupId, window: int | None, position: int, end: int) -> _Step:
-        start = self._valid_from if window is None else max(self._valid_from, position + 1 - window)
+        valid_from = max(self._valid_from, self._request.written_from(group) if self._skips_unwritten else 0)
+        start = valid_from if window is None else max(valid_from, position + 1 - window)
         if start > position:
             cure = "start at or after valid_from"
             raise LocalProtocolError(explain("paged cache", "position", position, f">= {start}", cure))

@@ -196,7 +196,9 @@ class HFRunner:
         target, plan = PagedKVCache(self.manager, request, self._plan.target, on_layer=on_layer), self._draft_plan
         if plan is None:
             return target, None
-        return target, PagedKVCache(self.manager, request, plan, valid_from=draft_valid_from, on_layer=on_layer)
+        return target, PagedKVCache(
+            self.manager, request, plan, valid_from=draft_valid_from, skips_unwritten=True, on_layer=on_layer
+        )
 
 
 class HFSequence:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,22 +60,38 @@ def runner(request: pytest.FixtureRequest, models: dict[str, Path], draft_window
 
 
 @pytest.fixture
-def manager(runner: HFRunner) -> Iterator[UnifiedKVCacheManager]:
-    manager = UnifiedKVCacheManager(
-        runner.specs(draft_reuse=ReusePolicy.OPTIONAL),
-        tokens_per_block=BLOCK,
-        max_seq_len=256,
-        pool=PoolBudget(pages=100),
-        speculation=SpeculationShape(max_draft_tokens=DRAFTS, block_width=DRAFTS, num_extra_kv_tokens=DRAFTS - 1),
-    )
-    for spec in manager.layout.specs:  # nothing may be read that was not written: NaN would spread to every output
-        buffers = manager.get_buffers(spec.layer_id)
-        assert buffers is not None
-        buffers.fill_(float("nan"))
-    runner.bind(manager)
-    yield manager
-    manager.check_integrity()
-    manager.close()
+def build(runner: HFRunner) -> Iterator[Callable[..., UnifiedKVCacheManager]]:
+    """Bind the runner to a new cache; policies are by owner."""
+    built: list[UnifiedKVCacheManager] = []
+
+    def build_one(pages: int = 100, **policies: ReusePolicy) -> UnifiedKVCacheManager:
+        specs = [replace(s, reuse_policy=policies.get(s.owner.value, s.reuse_policy)) for s in runner.specs()]
+        manager = UnifiedKVCacheManager(
+            specs, tokens_per_block=BLOCK, max_seq_len=256, pool=PoolBudget(pages=pages),
+            speculation=SpeculationShape(max_draft_tokens=DRAFTS, block_width=DRAFTS, num_extra_kv_tokens=DRAFTS - 1),
+        )  # fmt: skip
+        built.append(manager)
+        for pages_of in buffers(manager):  # nothing may be read that was not written: NaN would spread to every output
+            pages_of.fill_(float("nan"))
+        runner.bind(manager)
+        return manager
+
+    yield build_one
+    for manager in built:
+        manager.check_integrity()
+        manager.close()
+
+
+@pytest.fixture
+def manager(build: Callable[..., UnifiedKVCacheManager]) -> UnifiedKVCacheManager:
+    return build()
+
+
+def buffers(manager: UnifiedKVCacheManager) -> Iterator[Any]:
+    for spec in manager.layout.specs:
+        found = manager.get_buffers(spec.layer_id)
+        assert found is not None
+        yield found
 
 
 def run(runner: HFRunner, prompt: list[int], number: int) -> list[int]:
@@ -109,19 +126,14 @@ def test_branches_share_what_they_have_in_common(runner: HFRunner, manager: Unif
     assert plan.claim_tokens == len(shared) and plan.publish_at is None
 
 
-def test_a_small_pool_forgets_and_goes_on(models: dict[str, Path], runner: HFRunner) -> None:
+def test_a_small_pool_forgets_and_goes_on(runner: HFRunner, build: Callable[..., UnifiedKVCacheManager]) -> None:
     """Every prompt pushes others out; what is left must still be right."""
-    with_room = UnifiedKVCacheManager(
-        runner.specs(), tokens_per_block=BLOCK, max_seq_len=256, pool=PoolBudget(pages=14),
-        speculation=SpeculationShape(max_draft_tokens=DRAFTS, block_width=DRAFTS, num_extra_kv_tokens=DRAFTS - 1),
-    )  # fmt: skip
-    runner.bind(with_room)
+    with_room = build(pages=14)
     first = words(30, 3)
     for number in range(8):
         run(runner, [*first[: 10 + 4 * (number % 5)], *words(3 + number, 30 + number)], number)
         with_room.check_integrity()
     assert with_room.statistics.dropped_pages > 0
-    with_room.close()
 
 
 def test_a_receiver_asks_for_what_it_lacks_and_no_more(runner: HFRunner, manager: UnifiedKVCacheManager) -> None:
@@ -155,8 +167,78 @@ def test_no_pages_for_a_claim_leaves_nothing_open(runner: HFRunner, manager: Uni
     with contextlib.suppress(CapacityError):
         for hog in hogs:
             hog.resize(BLOCK)
-    with pytest.raises(CapacityError, match=r"request 3: out of pages"):
-        open_for_decode(manager, RequestId(3), (*prompt, 1, 2, 3))
-    for request in (*hogs, held):
+    late = open_for_decode(manager, RequestId(3), (*prompt, 1, 2, 3))  # at most with what needs no page of its own
+    assert late.history_tokens % BLOCK == 0
+    with pytest.raises(CapacityError, match=r"request 3"):
+        late.resize(manager.generation_capacity(39, DRAFTS), 39)
+    for request in (late, *hogs, held):
         request.close()
     manager.create_request(RequestId(3)).close()
+
+
+@pytest.mark.parametrize(("owner", "policy"), [(o, p) for o in ("target", "draft") for p in ReusePolicy], ids=str)
+def test_any_policy_leaves_tokens_and_acceptance_as_they_are(
+    runner: HFRunner, build: Callable[..., UnifiedKVCacheManager], owner: str, policy: ReusePolicy
+) -> None:
+    """Layers whose KV is not kept are computed again; nobody reads pages that were never filled."""
+    prompt = words(61, 7)
+    other = [*prompt[:44], *words(19, 8)]
+    alone = {}
+    for number, tokens in enumerate((prompt, other)):
+        build()
+        alone[number] = run_aggregated(runner, tokens, max_new_tokens=NEW_TOKENS).accepted
+    manager = build(**{owner: policy})
+    for number, tokens in enumerate((prompt, prompt, other, other)):
+        result = run_aggregated(runner, tokens, max_new_tokens=NEW_TOKENS, request_id=number, reuse=True)
+        assert result.tokens == runner.reference_generate(tokens, max_new_tokens=NEW_TOKENS)
+        if runner.draft_window is None and "windowed" not in str(runner.target.name_or_path):
+            assert result.accepted == alone[number // 2]
+    reuses = policy is not ReusePolicy.PRIVATE or (owner == "draft" and runner.draft_window is not None)
+    assert (manager.statistics.reused_pages > 0) == reuses
+
+
+def test_a_window_of_the_target_that_may_be_missing_is_never_left_out(
+    runner: HFRunner, build: Callable[..., UnifiedKVCacheManager]
+) -> None:
+    manager = build(target=ReusePolicy.OPTIONAL)
+    prompt = words(61, 9)
+    run(runner, prompt, 1)
+    windowed = {g.group_id for g in manager.layout.groups if g.window is not None}
+    for page in [page for page in manager._cache._pages.values() if page.group_id in windowed and page.ordinal < 6]:
+        manager._cache.unlink(page)
+    for number, branch in enumerate((40, 50, 61, 30), start=2):
+        run(runner, [*prompt[:branch], *words(12, number)], number)
+
+
+def test_a_drafter_never_reads_pages_of_others(runner: HFRunner, build: Callable[..., UnifiedKVCacheManager]) -> None:
+    """What a drafter lacks of a prefix is not there, whatever lies in its fresh pages: nor is it published."""
+    manager, prompt = build(), words(45, 10)
+    for number in range(4):
+        drafts = {g.group_id for g in manager.layout.groups if g.reuse_policy is ReusePolicy.OPTIONAL}
+        for page in [page for page in manager._cache._pages.values() if page.group_id in drafts and page.ordinal > 1]:
+            manager._cache.unlink(page)
+        run(runner, [*prompt, *words(20 + number, 40 + number)], number)
+    for page in manager._cache._pages.values():
+        for spec in manager.layout.specs:
+            if manager.layer_group_id(spec.layer_id) == page.group_id:
+                pages_of = manager.get_buffers(spec.layer_id)
+                assert pages_of is not None
+                assert not pages_of[page.slot][:, :, page.valid_from : page.span].isnan().any()
+
+
+@pytest.mark.parametrize("length", [10, 17, 18, 26, 31])
+def test_what_fits_alone_fits_with_a_prefix(
+    runner: HFRunner, build: Callable[..., UnifiedKVCacheManager], length: int
+) -> None:
+    """A block that is used in part is copied: where there is no page for the copy, it is computed or moved anew."""
+    layout = build().layout
+    blocks = -(-(length + 2 * DRAFTS) // BLOCK)
+    pages = blocks * max(sum(g.pool_group == p for g in layout.groups) for p in range(len(layout.groups)))
+    manager, prompt = build(pages=1 + pages), words(length, 11)
+    for number in range(3):
+        result = run_aggregated(runner, prompt, max_new_tokens=1, request_id=number, reuse=True)
+        assert result.tokens == runner.reference_generate(prompt, max_new_tokens=1)
+        request = open_for_decode(manager, RequestId(9), tuple(prompt))
+        request.resize(manager.generation_capacity(length, DRAFTS), length)
+        request.close()
+    assert manager.statistics.reused_pages > 0
