@@ -16,7 +16,7 @@ from unikv.layout import CacheLayout, build_layout
 from unikv.ranges import ceil_div, stale_blocks
 from unikv.sizing import CacheCost
 from unikv.sizing_quota import draft_share
-from unikv.sizing_split import max_slots_for_bytes
+from unikv.sizing_weights import max_slots_for_bytes
 from unikv.testing import mixed_specs, spec_lists
 
 
