@@ -153,8 +153,9 @@ def split_bytes(
         raise SpecError(explain("cache", "quota_bytes", quota_bytes, want, "give the pools more bytes"))
     slots = _deal(total, costs, ratios, least_slots)
     spare = total - sum(cost.of(count) for cost, count in zip(costs, slots, strict=True))
-    # What rounding left over: large slots first, the small ones fill the rest.
-    for index in sorted(range(len(costs)), key=lambda index: -sum(slot_sizes[index])):
+    # What rounding left over: pinned groups last, large slots first, the small ones fill the rest.
+    order = sorted((slots[index] == least_slots[index], -sum(slot_sizes[index]), index) for index in range(len(costs)))
+    for _, _, index in order:
         used = costs[index].of(slots[index])
         slots[index] = costs[index].most_slots(used + spare)
         spare -= costs[index].of(slots[index]) - used
