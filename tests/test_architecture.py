@@ -27,7 +27,14 @@ MAX_LINES = 450
 MODEL_RUNNERS = ("workers/runner_*.py", "workers/hf_*.py", "workers/drafter.py", "workers/model_*.py")
 
 FENCES: dict[str, tuple[str, ...]] = {
-    "torch": ("unikv/buffers.py", "unikv/host_tier.py", "workers/rendezvous.py", *MODEL_RUNNERS),
+    "torch": (
+        "unikv/buffers.py",
+        "unikv/cold_codec.py",
+        "unikv/host_tier.py",
+        "unikv/page_copy.py",
+        "workers/rendezvous.py",
+        *MODEL_RUNNERS,
+    ),
     "transformers": MODEL_RUNNERS,
     "safetensors": MODEL_RUNNERS,
     "gguf": MODEL_RUNNERS,

@@ -27,11 +27,13 @@ from transfer.messages import (
     Goodbye,
     Hello,
     StageTimes,
+    Withdraw,
 )
 from transfer.options import TransferOptions
 from transfer.outcome import Outcome, TransferHandle
 from transfer.pages import SlotArray, validate_table
 from transfer.paths import Regions
+from transfer.readiness import ReadinessManager
 from unikv.errors import LocalProtocolError, RemoteProtocolError, explain
 from unikv.ids import GroupId, RequestId
 
@@ -60,8 +62,9 @@ class ContextEngine:
         tables: Mapping[GroupId, SlotArray],
         prompt_tokens: int,
         aux: AuxData | None,
+        readiness: ReadinessManager | None = None,
     ) -> None:
-        """The KV of a request is complete in our pages; move it to whoever asks.
+        """The KV of a request is complete in our pages, or will be; move it to whoever asks, as it becomes ready.
 
         Raises:
             LocalProtocolError: the request is published already, or its id or `aux` cannot travel.
@@ -80,8 +83,27 @@ class ContextEngine:
         request = known or self._open(request_id)
         request.session.deadline_s = self._clock() + self._options.timeout_s
         request.handle, request.tables, request.prompt_tokens, request.aux = handle, tables, prompt_tokens, aux
-        request.ready_s = self._clock()
+        request.readiness = readiness
+        request.ready_s = request.complete_s = self._clock()
         self._work.do(request, request.session.kv_ready)
+
+    def finish(self, request_id: RequestId, aux: AuxData | None) -> None:
+        """All KV of a request that was published early is there, and `aux`. One that has failed meanwhile stays so.
+
+        Raises:
+            LocalProtocolError: `aux` cannot travel; the request has failed with that reason.
+        """
+        request = self._requests.get(request_id)
+        if request is None or request.readiness is None:
+            return
+        try:
+            self._check_can_travel(request_id, aux)
+        except LocalProtocolError as error:
+            self.fail(request_id, str(error))
+            raise
+        request.aux, request.complete_s = aux, self._clock()
+        request.session.deadline_s = self._clock() + self._options.timeout_s
+        request.readiness.finish()
 
     def fail(self, request_id: RequestId, reason: str) -> None:
         """Give a request up, published or not: whoever asks for it hears `reason`."""
@@ -139,6 +161,8 @@ class ContextEngine:
                 self._on_ask(message, key)
             case Cancel():
                 self._on_cancel(message, key)
+            case Withdraw():
+                self._on_withdraw(message, key)
             case Credit():
                 self._on_credit(message, key)
             case Goodbye():
@@ -206,6 +230,23 @@ class ContextEngine:
         if leg is None or leg.ask.epoch != cancel.epoch:  # nothing of this attempt moves, or ever will
             self._work.tell(peer, CancelAck(request_id=cancel.request_id, epoch=cancel.epoch))
 
+    def _on_withdraw(self, withdraw: Withdraw, key: PeerKey) -> None:
+        peer = self._peers.get(key)
+        if peer is None:
+            self._exchange.refuse("unregistered", f"withdrawal from an unregistered rank {key[1]}")
+            return
+        request = self._requests.get(withdraw.request_id)
+        leg = request.legs.get(key) if request else None
+        if request is None or leg is None or leg.ask.epoch != withdraw.epoch or request.session.forget(key):
+            self._work.tell(peer, CancelAck(request_id=withdraw.request_id, epoch=withdraw.epoch))
+            if request is not None and leg is not None and leg.ask.epoch == withdraw.epoch:
+                del request.legs[key]
+                if not request.legs:
+                    self._requests.forget(withdraw.request_id)
+        else:
+            reason = "another context rank has sent it as well"
+            self._work.do(request, partial(request.session.peer_cancelled, key, reason))
+
     def _on_credit(self, credit: Credit, key: PeerKey) -> None:
         request = self._requests.get(credit.request_id)
         leg = request.legs.get(key) if request else None
@@ -244,7 +285,7 @@ class ContextEngine:
         for key in request.legs:
             peer = self._peers.get(key)
             if peer is not None:
-                return self._peers.expected(peer.card.instance)
+                return self._peers.expected(peer)
         return None
 
     def _expect(self, request: ContextRequest) -> None:

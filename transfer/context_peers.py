@@ -95,12 +95,17 @@ class ContextPeers:
         """Return the peers that are reached at `address`."""
         return tuple(peer for peer in self._peers.values() if peer.card.address == address)
 
-    def expected(self, instance: str) -> frozenset[PeerKey] | None:
-        """Return who of `instance` wants bytes from us; None until every rank of it has registered."""
-        known = [peer for peer in self._peers.values() if peer.card.instance == instance]
-        if not known or len({peer.card.rank for peer in known}) < known[0].card.position.world_size:
+    def expected(self, asker: GenerationPeer) -> frozenset[PeerKey] | None:
+        """Return who asks us for a request that `asker` asks for; None until all that may have registered.
+
+        These are the ranks of its instance that share the request with it and get bytes from us, and the first of
+        them, which asks everybody.
+        """
+        ours = (asker.card.instance, asker.card.position.data_rank)
+        known = [p for p in self._peers.values() if (p.card.instance, p.card.position.data_rank) == ours]
+        if len({peer.card.rank for peer in known}) < asker.card.position.group_size:
             return None
-        return frozenset(peer.key for peer in known if peer.program.lanes)
+        return frozenset(peer.key for peer in known if peer.program.lanes or peer.card.position.leads_group)
 
     def forget(self, key: PeerKey) -> None:
         """Drop a peer that left and whose copies are over, and unmap its memory."""

@@ -227,6 +227,14 @@ class ContextSession:
             return self._conclude(actions)
         return self._fail(f"cancelled by generation rank {peer}: {reason}", actions)
 
+    def forget(self, peer: PeerKey) -> bool:
+        """`peer` has its request from elsewhere. Return False where that cannot be: the request is here, or over."""
+        if self._ready or self.leg(peer) is not Leg.ASKED:
+            return False
+        del self._legs[peer]
+        self._story.note(f"{peer}: withdrawn")
+        return True
+
     def peer_lost(self, peer: PeerKey, reason: str) -> list[Action]:
         """The process behind `peer` is gone."""
         if self.leg(peer) in ENDED_LEGS:

@@ -72,15 +72,18 @@ def _card(context: HeaderFacts, generation: HeaderFacts) -> Finding:
 
 
 def _cp(context: HeaderFacts, generation: HeaderFacts) -> Finding:
-    both = context.cp != 1 and generation.cp != 1
-    why = "at most one side may split the sequence" if both else "context parallelism is not served yet"
+    """Only the generation side may split sequences, and only where blocks meet one to one."""
+    whole_blocks = generation.cp == 1 or context.tokens_per_block == generation.tokens_per_block
+    why = "only the generation side may split the sequence, set context.parallel.cp: 1"
+    if context.cp == 1:
+        why = "context parallelism deals whole blocks out, set the same tokens_per_block on both sides"
     return Finding(
         name="cp",
         context=str(context.cp),
         generation=str(generation.cp),
-        agrees=context.cp == generation.cp == 1,
+        agrees=context.cp == 1 and whole_blocks,
         rule=Rule.TARGET,
-        cure=f"{why}, set parallel.cp: 1 on both sides",
+        cure=why,
     )
 
 

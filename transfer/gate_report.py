@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from unikv.errors import IncompatiblePeerError, explain
+from unikv.errors import IncompatiblePeerError
 
 
 class Verdict(StrEnum):
@@ -77,7 +77,7 @@ def require_compatible(report: GateReport) -> None:
     if not refused:
         return
     raise IncompatiblePeerError(
-        explain("gate", "refused checks", len(refused), "0", "align the two sides as each line says"),
+        f"refused by {len(refused)} check(s) of the gate; align the two sides as each line says",
         mismatches=[f"{check.name} [{check.scope}]: {check.reason}" for check in refused],
     )
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from typing import Protocol
+from collections import OrderedDict
+from typing import Final, Protocol
 
 from transfer.exchange import Exchange, PeerKey
 from transfer.generation_peers import ContextPeer, Registration, accept
@@ -11,9 +12,12 @@ from transfer.hello import PathKind, RankCard
 from transfer.link import PeerGone
 from transfer.messages import Goodbye, Hello, HelloAck, HelloNack
 from transfer.peer_memory import process_is_gone
-from unikv.errors import LocalProtocolError, RemoteProtocolError, UnikvError, explain
+from unikv.errors import LinkBrokenError, LocalProtocolError, RemoteProtocolError, UnikvError, explain
 
 _log = logging.getLogger(__name__)
+
+MAX_LEFT: Final = 256
+"""Ranks that have left and are remembered with their reasons."""
 
 
 class DoorListener(Protocol):
@@ -43,6 +47,7 @@ class GenerationDoor:
         self._exchange, self._link, self._card, self._listener = exchange, exchange.link, card, listener
         self._registrations: dict[str, Registration] = {}
         self._in_doubt: dict[PeerKey, ContextPeer] = {}
+        self._left: OrderedDict[str, str] = OrderedDict()
 
     def register(self, address: str) -> Registration:
         """Say hello to the context rank at `address`; the returned registration is decided by later turns."""
@@ -50,6 +55,7 @@ class GenerationDoor:
         if known is not None and not known.refusal:
             return known
         registration = self._registrations[address] = Registration(address)
+        self._left.pop(address, None)
         self._link.connect(address)
         self._exchange.send(address, Hello(card=self._card))
         return registration
@@ -58,9 +64,12 @@ class GenerationDoor:
         """Return the accepted peer at `address`.
 
         Raises:
-            LocalProtocolError: there is none (any more).
+            LocalProtocolError: nobody has connected to it.
+            LinkBrokenError: it has left; the text says how.
         """
         registration = self._registrations.get(address)
+        if registration is None and address in self._left:
+            raise LinkBrokenError(f"{self._left[address]}; connect to an instance that is there")
         if registration is None or registration.peer is None:
             got = registration.refusal or "no answer yet" if registration else "unknown"
             raise LocalProtocolError(
@@ -102,16 +111,18 @@ class GenerationDoor:
         peer = self._known(key)
         if peer is not None:
             self._lose(peer, f"context rank {key[1]} said goodbye: {reason}", quiet=True)
-            del self._registrations[peer.address]
+            self._forget(peer.address, f"context rank {key[1]} said goodbye: {reason}")
             self._link.disconnect(peer.address)
 
     def gone(self, event: PeerGone) -> None:
         """The connection to an address broke."""
-        registration = self._registrations.pop(event.address, None)
+        registration = self._registrations.get(event.address)
         if registration is None:
             return
         registration.refusal = registration.refusal or f"gone: {event.reason}"
         peer = registration.peer
+        who = f"context rank at {event.address}" if peer is None else f"context rank {peer.card.rank}"
+        self._forget(event.address, f"{who} is gone: {event.reason}")
         if peer is not None:
             self._lose(peer, f"context rank {peer.card.rank} is gone: {event.reason}", quiet=is_quiet(peer))
 
@@ -152,6 +163,14 @@ class GenerationDoor:
         registration.peer = peer
         if peer.key in self._in_doubt:
             self._listener.peer_back(peer)
+
+    def _forget(self, address: str, reason: str) -> None:
+        """Drop a registration; whoever still asks for the address hears why."""
+        del self._registrations[address]
+        self._left[address] = reason
+        self._left.move_to_end(address)
+        while len(self._left) > MAX_LEFT:
+            self._left.popitem(last=False)
 
     def _lose(self, peer: ContextPeer, reason: str, *, quiet: bool) -> None:
         was_busy = self._listener.peer_lost(peer, reason, quiet=quiet)

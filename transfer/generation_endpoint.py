@@ -24,7 +24,7 @@ from transfer.options import TransferOptions
 from transfer.outcome import TransferHandle
 from transfer.pages import SlotArray
 from transfer.paths import Regions
-from unikv.errors import IncompatiblePeerError, LinkBrokenError
+from unikv.errors import IncompatiblePeerError, LinkBrokenError, LocalProtocolError, explain
 from unikv.ids import GroupId, Rank, RequestId
 
 _POLL_S: Final = 0.005
@@ -35,10 +35,12 @@ class ContextRank:
     """One context rank of a connected instance.
 
     Attributes:
-        moves_bytes: whether this pair of ranks has anything to move; if not, requests never contact it.
+        data_rank: the group of ranks it serves requests with, under attention data parallelism; else 0.
+        moves_bytes: whether this pair of ranks has anything to move.
     """
 
     rank: Rank
+    data_rank: int
     address: str
     path: PathKind
     path_reason: str
@@ -57,6 +59,19 @@ class ContextInstance:
     def addresses(self) -> tuple[str, ...]:
         """Link addresses of all its ranks."""
         return tuple(rank.address for rank in self.ranks)
+
+    def addresses_of(self, data_rank: int) -> tuple[str, ...]:
+        """Return the link addresses of the ranks that serve requests as data-parallel rank `data_rank`.
+
+        Raises:
+            LocalProtocolError: the instance has no such data-parallel rank.
+        """
+        found = tuple(rank.address for rank in self.ranks if rank.data_rank == data_rank)
+        if not found:
+            count = 1 + max((rank.data_rank for rank in self.ranks), default=-1)
+            want, cure = f"in [0, {count})", "route requests to ranks that are there"
+            raise LocalProtocolError(explain(f"context instance {self.name}", "data_rank", data_rank, want, cure))
+        return found
 
     @property
     def draft_kv(self) -> DraftKV:
@@ -112,24 +127,30 @@ class GenerationEndpoint:
         prompt_tokens: int,
         *,
         instance: ContextInstance,
+        data_rank: int | None = None,
     ) -> TransferHandle:
         """Ask `instance` for a request; its bytes land in the pages of `tables`.
 
         Args:
             request_id: the id both sides know the request by.
             tables: int32 slots by ordinal per layer group, ``[>= ceil(prompt_tokens / tokens_per_block)]``; NO_PAGE
-                marks what is not wanted (held already, out of window). Copied.
+                marks what is not wanted (held already, out of window). Copied. Under context parallelism a table has
+                this rank's blocks only.
             prompt_tokens: tokens of the prompt.
             instance: where the prompt is (being) computed.
+            data_rank: which of its data-parallel ranks computes it; None where that is not known: all are asked, the
+                first that sends holds the request, and success waits until the others have forgotten it.
 
         Raises:
-            LocalProtocolError: the request is being received already, the instance has gone away since, or a table
-                ends before the prompt does.
+            LocalProtocolError: the request is being received already, a table ends before the prompt does, or the
+                instance has no such data-parallel rank.
+            LinkBrokenError: a rank of the instance has gone away since; the text says how.
             LinkClosedError: the endpoint is closed.
         """
         handle = TransferHandle(request_id, self._on_change)
+        addresses = instance.addresses if data_rank is None else instance.addresses_of(data_rank)
         own = {group: np.array(slots, dtype=np.int32) for group, slots in tables.items()}
-        self._driver.call(lambda: self._engine.receive(handle, own, prompt_tokens, instance.addresses))
+        self._driver.call(lambda: self._engine.receive(handle, own, prompt_tokens, addresses))
         return handle
 
     def cancel(self, request_id: RequestId, reason: str) -> None:
@@ -164,6 +185,7 @@ def _instance(registrations: Sequence[Registration]) -> ContextInstance:
     ranks = tuple(
         ContextRank(
             rank=peer.card.rank,
+            data_rank=peer.card.position.data_rank,
             address=peer.address,
             path=peer.path,
             path_reason=peer.path_reason,

@@ -57,6 +57,7 @@ class GenerationEngine:
             self._exchange, self._requests, regions, copier, clock, max_draft_tokens=max(0, room)
         )
         self._door = GenerationDoor(self._exchange, card, self)
+        self._leads = card.position.leads_group
         self._shutting_down = ""
 
     # --- called between turns -------------------------------------------------------------------------------------
@@ -89,7 +90,8 @@ class GenerationEngine:
             return
         peers = [self._door.peer_at(address) for address in addresses]
         now_s, epoch = self._clock(), 1 + secrets.randbits(EPOCH_BITS - 1)
-        wanted = {peer.key: peer for peer in peers if peer.program.lanes}
+        # The first rank of a group asks everybody: those with nothing to send must hear that the request is fetched.
+        wanted = {peer.key: peer for peer in peers if peer.program.lanes or self._leads}
         request = GenerationRequest(
             session=GenerationSession(request_id, epoch, now_s + self._options.timeout_s),
             handle=handle,
@@ -102,7 +104,8 @@ class GenerationEngine:
             last_word_s=now_s,
         )
         self._requests[request_id] = request
-        self._work.do(request, partial(request.session.start, wanted))
+        groups = {key: peer.card.position.data_rank for key, peer in wanted.items()}
+        self._work.do(request, partial(request.session.start, groups))
 
     def cancel(self, request_id: RequestId, reason: str) -> None:
         """Give a request up; its pages are quiet once every peer has said so."""

@@ -4,11 +4,15 @@ Each context rank that sends bytes is a *leg*. The request succeeds when every l
 does, and then asks the others to stop. Our pages are released (or handed over) once, on proof that no peer touches
 them any more: its last word, its acknowledgement, or its death.
 
+Under attention data parallelism on the context side one group of its ranks has the request. Where nobody said which,
+all are asked; the first that sends anything *holds* it, and the asks to the others are withdrawn.
+
 ==================  ==========================================================================
 leg state           meaning
 ==================  ==========================================================================
 ASKED               the context rank may write into our pages
 CANCELLING          we asked it to stop and wait for its acknowledgement
+WITHDRAWING         another group holds the request; we wait for the acknowledgement that this one forgot our ask
 IN_DOUBT            the connection broke, the process may still be writing
 SETTLED             every byte is in our pages and its account agrees with our plan
 FAILED, CANCELLED   it said that it touches our pages no more
@@ -18,7 +22,7 @@ LOST                it is gone
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
@@ -32,6 +36,7 @@ class Leg(StrEnum):
 
     ASKED = "asked"
     CANCELLING = "cancelling"
+    WITHDRAWING = "withdrawing"
     IN_DOUBT = "in_doubt"
     SETTLED = "settled"
     FAILED = "failed"
@@ -47,6 +52,7 @@ class Input(StrEnum):
     PEER_FAILED = "peer_failed"
     CANCEL_ACKED = "cancel_acked"
     STOP = "stop"
+    WITHDRAW = "withdraw"
     LOST_QUIET = "lost_quiet"
     LOST_IN_DOUBT = "lost_in_doubt"
 
@@ -56,6 +62,7 @@ class Do(StrEnum):
 
     SEND_ASK = "send_ask"
     SEND_CANCEL = "send_cancel"
+    SEND_WITHDRAW = "send_withdraw"
     REPORT = "report"
     RELEASE = "release"
 
@@ -69,6 +76,7 @@ TRANSITIONS: Final[dict[tuple[Leg, Input], tuple[Leg, tuple[Do, ...]]]] = {
     (Leg.ASKED, Input.BAD_DELIVERY): (Leg.FAILED, ()),
     (Leg.ASKED, Input.PEER_FAILED): (Leg.FAILED, ()),
     (Leg.ASKED, Input.STOP): (Leg.CANCELLING, (Do.SEND_CANCEL,)),
+    (Leg.ASKED, Input.WITHDRAW): (Leg.WITHDRAWING, (Do.SEND_WITHDRAW,)),
     (Leg.ASKED, Input.LOST_QUIET): (Leg.LOST, ()),
     (Leg.ASKED, Input.LOST_IN_DOUBT): (Leg.IN_DOUBT, ()),
     (Leg.CANCELLING, Input.STOP): (Leg.CANCELLING, ()),
@@ -79,6 +87,14 @@ TRANSITIONS: Final[dict[tuple[Leg, Input], tuple[Leg, tuple[Do, ...]]]] = {
     (Leg.CANCELLING, Input.CANCEL_ACKED): (Leg.CANCELLED, ()),
     (Leg.CANCELLING, Input.LOST_QUIET): (Leg.LOST, ()),
     (Leg.CANCELLING, Input.LOST_IN_DOUBT): (Leg.IN_DOUBT, ()),
+    # A failure here may have crossed our withdrawal, bytes must not have: the session fails on those.
+    (Leg.WITHDRAWING, Input.STOP): (Leg.WITHDRAWING, ()),
+    (Leg.WITHDRAWING, Input.SETTLED): (Leg.FAILED, ()),
+    (Leg.WITHDRAWING, Input.BAD_DELIVERY): (Leg.FAILED, ()),
+    (Leg.WITHDRAWING, Input.PEER_FAILED): (Leg.CANCELLED, ()),
+    (Leg.WITHDRAWING, Input.CANCEL_ACKED): (Leg.CANCELLED, ()),
+    (Leg.WITHDRAWING, Input.LOST_QUIET): (Leg.LOST, ()),
+    (Leg.WITHDRAWING, Input.LOST_IN_DOUBT): (Leg.IN_DOUBT, ()),
     (Leg.IN_DOUBT, Input.STOP): (Leg.IN_DOUBT, ()),
     (Leg.IN_DOUBT, Input.LOST_IN_DOUBT): (Leg.IN_DOUBT, ()),
     (Leg.IN_DOUBT, Input.LOST_QUIET): (Leg.LOST, ()),
@@ -116,6 +132,8 @@ class GenerationSession:
     deadline_s: float
     reason: str = ""
     _legs: dict[PeerKey, Leg] = field(default_factory=dict)
+    _groups: dict[PeerKey, int] = field(default_factory=dict)
+    _holder: int | None = None
     _started: bool = False
     _reported: bool = False
     _released: bool = False
@@ -144,18 +162,39 @@ class GenerationSession:
         """Return the peers whose legs are in one of `states`."""
         return tuple(peer for peer, leg in self._legs.items() if leg in states)
 
-    def start(self, peers: Iterable[PeerKey]) -> list[Action]:
-        """Ask every one of `peers` (those with bytes for us; none at all settles at once)."""
+    def withdrawn(self, peer: PeerKey) -> bool:
+        """Return whether `peer` has no part in the request: another group holds it."""
+        return self._holder is not None and self._groups.get(peer) != self._holder
+
+    def start(self, peers: Mapping[PeerKey, int]) -> list[Action]:
+        """Ask every one of `peers` (those with bytes or an end to tell us; none at all settles at once).
+
+        Args:
+            peers: the data-parallel rank of each; with one among them it is known who holds the request.
+        """
         if self._started:
             raise illegal(f"request {self.request_id}", "started", "start", self._story)
         self._started = True
+        self._groups = dict(peers)
         self._legs = dict.fromkeys(peers, Leg.ASKED)
+        if len(set(peers.values())) == 1:
+            self._holder = next(iter(peers.values()))
         self._story.note(f"asked {', '.join(map(str, self._legs)) or 'nobody'}")
         return self._conclude([Action(Do.SEND_ASK, peer) for peer in self._legs])
 
+    def heard(self, peer: PeerKey) -> list[Action]:
+        """Bytes of `peer` arrive: its group holds the request, and no other may."""
+        if self.failed:
+            return []
+        if self._holder is None:
+            return self._hold(peer)
+        return self._fail(self._two_holders(peer), []) if self.withdrawn(peer) else []
+
     def settled(self, peer: PeerKey) -> list[Action]:
         """Everything of `peer` is in our pages, and its account agrees with our plan."""
-        return self._conclude(self._step(peer, Input.SETTLED))
+        actions = self._hold(peer) if self._holder is None and not self.failed else []
+        actions += self._step(peer, Input.SETTLED)
+        return self._fail(self._two_holders(peer), actions) if self.withdrawn(peer) else self._conclude(actions)
 
     def bad_delivery(self, peer: PeerKey, reason: str) -> list[Action]:
         """`peer` says it is done, but what it moved is not what was asked for."""
@@ -163,6 +202,8 @@ class GenerationSession:
 
     def peer_failed(self, peer: PeerKey, reason: str) -> list[Action]:
         """`peer` gave the request up and touches our pages no more."""
+        if self.withdrawn(peer):
+            return self._conclude(self._step(peer, Input.PEER_FAILED))
         return self._leg_failed(peer, Input.PEER_FAILED, reason)
 
     def cancel_acked(self, peer: PeerKey) -> list[Action]:
@@ -175,7 +216,10 @@ class GenerationSession:
         """The connection to `peer` broke. `quiet`: it is proven that nothing of it can still write."""
         if self._legs.get(peer) in (None, *ENDED_LEGS):
             return []
-        return self._leg_failed(peer, Input.LOST_QUIET if quiet else Input.LOST_IN_DOUBT, reason)
+        event = Input.LOST_QUIET if quiet else Input.LOST_IN_DOUBT
+        if self.withdrawn(peer):
+            return self._conclude(self._step(peer, event))
+        return self._leg_failed(peer, event, reason)
 
     def peer_quiet(self, peer: PeerKey) -> list[Action]:
         """It is now proven that a lost `peer` writes no more."""
@@ -189,8 +233,21 @@ class GenerationSession:
         """Let time pass: a request that is not decided by its deadline fails."""
         if now_s < self.deadline_s or self._reported:
             return []
-        waiting = ", ".join(str(peer) for peer in self.peers(Leg.ASKED))
+        waiting = ", ".join(str(peer) for peer in self.peers(Leg.ASKED, Leg.WITHDRAWING, Leg.IN_DOUBT))
         return self._fail(f"timed out on the generation side, waiting for {waiting or 'nobody'}", [])
+
+    def _hold(self, peer: PeerKey) -> list[Action]:
+        """The group of `peer` holds the request; take the asks to the others back."""
+        self._holder = self._groups.get(peer)
+        self._story.note(f"held by data-parallel rank {self._holder}")
+        others = [other for other in self.peers(Leg.ASKED) if self.withdrawn(other)]
+        return [action for other in others for action in self._step(other, Input.WITHDRAW)]
+
+    def _two_holders(self, peer: PeerKey) -> str:
+        return (
+            f"context ranks of data-parallel ranks {self._holder} and {self._groups.get(peer)} both sent it; "
+            "route a request to one of them"
+        )
 
     def _leg_failed(self, peer: PeerKey, event: Input, reason: str) -> list[Action]:
         return self._fail(reason, self._step(peer, event))
@@ -213,10 +270,15 @@ class GenerationSession:
         return [Action(do, peer) for do in todo]
 
     def _conclude(self, actions: list[Action]) -> list[Action]:
-        if not self._reported and (self.failed or all(leg is Leg.SETTLED for leg in self._legs.values())):
+        if not self._reported and (self.failed or self._all_settled()):
             self._reported = True
             actions.append(Action(Do.REPORT))
         if self._reported and not self._released and all(leg in ENDED_LEGS for leg in self._legs.values()):
             self._released = True
             actions.append(Action(Do.RELEASE))
         return actions
+
+    def _all_settled(self) -> bool:
+        """Whether every byte is here, and nobody who was asked in vain can still send any."""
+        ended = (Leg.SETTLED,), tuple(ENDED_LEGS)
+        return all(leg in ended[self.withdrawn(peer)] for peer, leg in self._legs.items())

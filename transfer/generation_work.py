@@ -12,7 +12,7 @@ from transfer.delivery import Delivery
 from transfer.exchange import Clock, Exchange, PeerKey
 from transfer.generation_session import ENDED_LEGS, Action, Do, GenerationSession, Leg
 from transfer.link import Frame
-from transfer.messages import AuxData, Cancel, Chunk, Credit, Done, StageTimes
+from transfer.messages import AuxData, Cancel, Chunk, Credit, Done, StageTimes, Withdraw
 from transfer.outcome import LegReport, Outcome, TransferHandle
 from transfer.paths import Regions
 from unikv.errors import RemoteProtocolError, UnikvError
@@ -82,6 +82,7 @@ class GenerationWork:
 
     def receive(self, request: GenerationRequest, chunk: Chunk, key: PeerKey) -> None:
         """Copy one chunk into our pages; a chunk that is wrong ends the request."""
+        self.do(request, partial(request.session.heard, key))
         if request.session.leg(key) is not Leg.ASKED:
             return  # it crossed our cancel; the pages are not to be written any more
         try:
@@ -130,7 +131,7 @@ class GenerationWork:
     def cancel_again(self, request: GenerationRequest, key: PeerKey) -> None:
         """Ask a peer that came back to stop what it may still do for its former self."""
         if request.session.leg(key) is Leg.IN_DOUBT:
-            self._send_cancel(request, key)
+            (self._send_cancel if request.session.failed else self._send_withdraw)(request, key)
 
     def _act(self, request: GenerationRequest, action: Action) -> None:
         match action:
@@ -138,6 +139,8 @@ class GenerationWork:
                 self._exchange.post(request.deliveries[peer].peer.address, request.asks.pop(peer))
             case Action(Do.SEND_CANCEL, peer) if peer is not None:
                 self._send_cancel(request, peer)
+            case Action(Do.SEND_WITHDRAW, peer) if peer is not None:
+                self._send_withdraw(request, peer)
             case Action(Do.REPORT):
                 self._report(request)
             case Action(Do.RELEASE):
@@ -182,6 +185,10 @@ class GenerationWork:
         cancel = Cancel(request_id=session.request_id, epoch=session.epoch, reason=session.reason)
         self._exchange.send(request.deliveries[key].peer.address, cancel)
 
+    def _send_withdraw(self, request: GenerationRequest, key: PeerKey) -> None:
+        withdraw = Withdraw(request_id=request.session.request_id, epoch=request.session.epoch)
+        self._exchange.send(request.deliveries[key].peer.address, withdraw)
+
     def _report(self, request: GenerationRequest) -> None:
         session, now_s = request.session, self._clock()
         if session.failed:
@@ -195,6 +202,7 @@ class GenerationWork:
                 times=request.times.get(key),
             )
             for key, delivery in request.deliveries.items()
+            if not session.withdrawn(key)
         )
         request.handle.decide(
             Outcome(

@@ -65,6 +65,26 @@ class ParallelPosition:
         """Ranks of the whole instance."""
         return self.tp * self.pp * self.cp
 
+    @property
+    def data_ranks(self) -> int:
+        """How many groups of ranks serve whole requests, each on its own: one without attention data parallelism."""
+        return self.tp if self.attention_dp else 1
+
+    @property
+    def data_rank(self) -> int:
+        """The group this rank belongs to."""
+        return self.tp_rank if self.attention_dp else 0
+
+    @property
+    def group_size(self) -> int:
+        """Ranks that share a request."""
+        return self.world_size // self.data_ranks
+
+    @property
+    def leads_group(self) -> bool:
+        """Whether this is the first rank of its group."""
+        return self.pp_rank == self.cp_rank == 0 and self.tp_rank in (0, self.data_rank)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostIdentity:
@@ -102,13 +122,14 @@ class StorageCard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolCard:
-    """One pool: slot ``s`` starts ``s * slot_stride_bytes`` into storage number `storage` of the card."""
+    """One pool: slot ``s`` starts ``offset_bytes + s * slot_stride_bytes`` into storage `storage` of the card."""
 
     group_id: GroupId
     pool_index: int
     storage: int
     slot_stride_bytes: int
     num_slots: int
+    offset_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +162,8 @@ class RankCard:
         address: link address the peer connects to; empty in a dry run.
         num_target_layers, num_draft_layers: of the whole instance, not of this stage.
         path: what the operator asked for.
+        layer_bands: on a context rank, into how many bands of layers a group's pages are cut, so that a band can leave
+            while later ones are computed; 1 moves whole pages.
     """
 
     protocol_version: int = PROTOCOL_VERSION
@@ -162,6 +185,7 @@ class RankCard:
     draft_kv: DraftKVMode
     path: PathKind
     checksum: str = "off"
+    layer_bands: int = 1
     capabilities: tuple[str, ...] = (CAPABILITY_PER_VIEW_HEADS,)
     host: HostIdentity | None = None
 

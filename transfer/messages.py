@@ -12,6 +12,7 @@ Credit          generation -> context    one chunk of R is scattered, send anoth
 Done            context -> generation    everything of R has landed (or been sent); the account; aux data
 Failed          context -> generation    R will not be completed by me, I touch its pages no more
 Cancel          generation -> context    stop R
+Withdraw        generation -> context    R came from other ranks: forget my ask, everybody else's stands
 CancelAck       context -> generation    I touch R's pages no more
 Reregister      context -> generation    I do not know this incarnation of you; say Hello again
 Goodbye         either                   orderly end
@@ -70,12 +71,14 @@ class StageTimes:
     Attributes:
         queue_s: from when the KV was ready and asked for until the move began.
         plan_s: pairing the pages.
-        move_s: from the first copy to the last (staged: to the last chunk sent).
+        move_s: time spent copying (staged: and sending chunks), between the first copy and the last.
+        exposed_s: from when all KV was there until the last copy: what a reader waits for the move.
     """
 
     queue_s: float
     plan_s: float
     move_s: float
+    exposed_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,6 +170,17 @@ class Cancel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Withdraw:
+    """Who did not know which data-parallel rank has a request asked all of them, and another one has sent it.
+
+    Unlike a Cancel it says nothing about the request, which others may still wait for. It is answered by a CancelAck.
+    """
+
+    request_id: RequestId
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CancelAck:
     """The context rank touches the pages of this attempt no more."""
 
@@ -189,7 +203,19 @@ class Goodbye:
 
 
 Message = (
-    Hello | HelloAck | HelloNack | Ask | Chunk | Credit | Done | Failed | Cancel | CancelAck | Reregister | Goodbye
+    Hello
+    | HelloAck
+    | HelloNack
+    | Ask
+    | Chunk
+    | Credit
+    | Done
+    | Failed
+    | Cancel
+    | Withdraw
+    | CancelAck
+    | Reregister
+    | Goodbye
 )
 
 

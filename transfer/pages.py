@@ -7,6 +7,11 @@ pages pair in units of 8 tokens (``s`` sink, ``-`` left the window, ``x`` live, 
     unit             |0 s    |1 -    |2 x    |3 x    |4 x    |5 x
     context ordinal  |0      |1      |2      |3      |4      |5
     generation       |0.0            |1.0    |1.1    |2.0    |2.1       ordinal.sub-page
+
+Under context parallelism ordinals stay the sequence's, and a rank's table has its own blocks only::
+
+    ordinal                      0   1   2   3   4   5
+    place in rank 1's table of 2     0       1       2
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transfer.program import GroupPair
+from unikv.cp_ledger import CpLedger
 from unikv.errors import LocalProtocolError, RemoteProtocolError, SpecError, UnikvError, explain
 from unikv.ids import NO_PAGE, NULL_SLOT
 from unikv.ranges import ceil_div, stale_blocks
@@ -112,8 +118,9 @@ def pair_pages(pair: GroupPair, src_table: SlotArray, dst_table: SlotArray, prom
 
     Args:
         pair: the group pair, from the copy program.
-        src_table: int32 slots by ordinal of the context rank, ``[>= ceil(prompt / src_tokens)]``.
-        dst_table: int32 slots by ordinal of the generation rank, ``[>= ceil(prompt / dst_tokens)]``, or empty.
+        src_table: int32 slots of the context rank's blocks in order, ``[>= ceil(prompt / src_tokens)]``.
+        dst_table: int32 slots of the generation rank's blocks in order, ``[>= ceil(prompt / dst_tokens)]``, or empty.
+            Of blocks that are dealt to several ranks only the rank's own count.
         prompt_tokens: tokens whose KV travels.
 
     Raises:
@@ -121,10 +128,10 @@ def pair_pages(pair: GroupPair, src_table: SlotArray, dst_table: SlotArray, prom
         RemoteProtocolError: the destination table ends before the prompt does.
     """
     units = _wanted_units(pair, dst_table, prompt_tokens, RemoteProtocolError)
-    src_slot, src_sub = _locate(units, src_table, pair.src_tokens // pair.page_tokens)
+    src_slot, src_sub = _locate(units, src_table, pair.src_tokens // pair.page_tokens, pair.src_deal)
     if len(src_slot) != len(units) or (len(src_slot) and src_slot.min() <= NULL_SLOT):
         raise _lacking(pair, units, src_table)
-    dst_slot, dst_sub = _locate(units, dst_table, pair.dst_tokens // pair.page_tokens)
+    dst_slot, dst_sub = _locate(units, dst_table, pair.dst_tokens // pair.page_tokens, pair.dst_deal)
     return PagePairs(src_slot=src_slot, src_sub=src_sub, dst_slot=dst_slot, dst_sub=dst_sub)
 
 
@@ -135,6 +142,17 @@ def expected_pages(pair: GroupPair, dst_table: SlotArray, prompt_tokens: int) ->
         LocalProtocolError: the table ends before the prompt does.
     """
     return len(_wanted_units(pair, dst_table, prompt_tokens, LocalProtocolError))
+
+
+def page_ends(pair: GroupPair, dst_table: SlotArray, prompt_tokens: int) -> SlotArray:
+    """Return, for every page pair that `pair_pages` yields, how many tokens of the prompt must be there to copy it.
+
+    Raises:
+        RemoteProtocolError: the table ends before the prompt does.
+    """
+    units = _wanted_units(pair, dst_table, prompt_tokens, RemoteProtocolError)
+    ends: SlotArray = np.minimum((units + 1) * np.int32(pair.page_tokens), prompt_tokens).astype(np.int32)
+    return ends
 
 
 def gather_pages(pairs: PagePairs, first: int, count: int) -> PagePairs:
@@ -153,7 +171,7 @@ def scatter_pages(pair: GroupPair, dst_table: SlotArray, prompt_tokens: int, fir
         LocalProtocolError: the table ends before the prompt does.
     """
     units = _wanted_units(pair, dst_table, prompt_tokens, LocalProtocolError)[first : first + count]
-    dst_slot, dst_sub = _locate(units, dst_table, pair.dst_tokens // pair.page_tokens)
+    dst_slot, dst_sub = _locate(units, dst_table, pair.dst_tokens // pair.page_tokens, pair.dst_deal)
     packed = np.arange(len(units), dtype=np.int32)
     return PagePairs(src_slot=packed, src_sub=np.zeros_like(packed), dst_slot=dst_slot, dst_sub=dst_sub)
 
@@ -162,7 +180,10 @@ def _wanted_units(pair: GroupPair, dst_table: SlotArray, prompt_tokens: int, ref
     """Return the live units of ``page_tokens`` tokens these two ranks share and the destination has a page for."""
     if not len(dst_table):
         return np.empty(0, dtype=np.int32)
-    blocks = ceil_div(prompt_tokens, pair.dst_tokens)
+    dealt = CpLedger(
+        cp_size=pair.dst_deal, cp_rank=pair.ordinal_start % pair.dst_deal, tokens_per_block=pair.dst_tokens
+    )
+    blocks = dealt.num_blocks(prompt_tokens)
     if len(dst_table) < blocks:
         want = f">= {blocks} blocks of {pair.dst_tokens} for {prompt_tokens} prompt tokens (or none at all)"
         cure = f"mark pages that are not wanted with {NO_PAGE}"
@@ -172,25 +193,31 @@ def _wanted_units(pair: GroupPair, dst_table: SlotArray, prompt_tokens: int, ref
     )
     if pair.ordinal_step > 1:
         units = units[units % pair.ordinal_step == pair.ordinal_start]
-    slots, _ = _locate(units, dst_table, pair.dst_tokens // pair.page_tokens)
+    slots, _ = _locate(units, dst_table, pair.dst_tokens // pair.page_tokens, pair.dst_deal)
     wanted: SlotArray = units[slots != NO_PAGE]
     return wanted
 
 
-def _locate(units: SlotArray, table: SlotArray, subs: int) -> tuple[SlotArray, SlotArray]:
-    """Return slot and sub-page of every unit in a table whose blocks hold `subs` units; stops where the table ends."""
-    ordinals = units if subs == 1 else units // np.int32(subs)
-    if len(ordinals) and ordinals[-1] >= len(table):
-        ordinals = ordinals[ordinals < len(table)]
-    slots = table[ordinals]
+def _locate(units: SlotArray, table: SlotArray, subs: int, deal: int) -> tuple[SlotArray, SlotArray]:
+    """Return slot and sub-page of every unit in a table of one rank; stops where the table ends.
+
+    A block holds `subs` units, and `deal` ranks take turns in having one.
+    """
+    places = units if subs == deal == 1 else units // np.int32(subs * deal)
+    if len(places) and places[-1] >= len(table):
+        places = places[places < len(table)]
+    slots = table[places]
     return slots, np.zeros_like(slots) if subs == 1 else units[: len(slots)] % np.int32(subs)
 
 
 def _lacking(pair: GroupPair, units: SlotArray, src_table: SlotArray) -> LocalProtocolError:
     """Name the first ordinal the context rank was asked for and has no page of."""
     ordinals = units // np.int32(pair.src_tokens // pair.page_tokens)
-    missing = next(int(o) for o in ordinals if o >= len(src_table) or src_table[o] <= NULL_SLOT)
-    blocks = ceil_div(int(units[-1] + 1) * pair.page_tokens, pair.src_tokens)
+    places = ordinals // np.int32(pair.src_deal)
+    missing = next(
+        int(o) for o, at in zip(ordinals, places, strict=True) if at >= len(src_table) or src_table[at] <= NULL_SLOT
+    )
+    blocks = int(places[-1]) + 1
     thing = f"{_name(pair)}: context has no page for ordinal {missing}"
     held = f"{int(np.count_nonzero(src_table[:blocks] > NULL_SLOT))} pages in {len(src_table)} blocks"
     want = "every live page the generation side asked for"

@@ -13,7 +13,7 @@ from unikv.layer_spec import LayerOwner
 from unikv.ranges import Span
 
 DIGEST_BYTES: Final = 16
-PROGRAM_FORM: Final = "unikv-program-1"
+PROGRAM_FORM: Final = "unikv-program-2"
 """Opens the text a digest is taken of; to be changed whenever the meaning of a field changes."""
 
 
@@ -29,6 +29,8 @@ class GroupPair:
         page_bytes: bytes all lanes of this pair move for one pair of (sub-)pages of ``min(src, dst)`` tokens.
         ordinal_start, ordinal_step: only ordinals ``start, start + step, ...`` pass between these two ranks (context
             parallelism deals blocks out in turn); 0 and 1 without it.
+        src_deal, dst_deal: ranks the blocks of each side are dealt to; a page table of such a rank has its own blocks
+            only, ordinal ``o`` in place ``o // deal``.
     """
 
     src_group: GroupId
@@ -41,6 +43,8 @@ class GroupPair:
     page_bytes: int
     ordinal_start: int = 0
     ordinal_step: int = 1
+    src_deal: int = 1
+    dst_deal: int = 1
 
     @property
     def page_tokens(self) -> int:

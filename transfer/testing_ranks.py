@@ -28,10 +28,11 @@ from transfer.hello import (
 from transfer.mapped_storage import MappedStorage
 from transfer.pages import SlotArray, live_ordinals
 from transfer.peer_memory import local_regions, own_host_identity
-from unikv.ids import GroupId, LayerId
+from unikv.cp_ledger import CpLedger
+from unikv.ids import NO_PAGE, GroupId, LayerId
 from unikv.layer_spec import KVCacheLayerSpec, KVDtype, KVLayout, LayerOwner, ReusePolicy
 from unikv.layout import CacheLayout, build_layout
-from unikv.ranges import ceil_div, head_shard
+from unikv.ranges import head_shard
 
 TOKENS_PER_BLOCK: Final = 4
 DRAFT_WINDOW_TOKENS: Final = 24
@@ -39,15 +40,16 @@ TARGET_HEADS: Final = 2
 SPECULATIVE: Final = SpeculativeCard(method="draft_model", max_draft_tokens=3, block_width=3, num_extra_kv_tokens=2)
 
 
-def small_layout(position: ParallelPosition) -> CacheLayout:
+def small_layout(position: ParallelPosition, target_heads: int = TARGET_HEADS) -> CacheLayout:
     """Return the layout of one rank: layer 0 is the target's, layer 1 the drafter's."""
-    target, draft = (len(head_shard(heads, position.tp, position.tp_rank).heads) for heads in (TARGET_HEADS, 1))
+    tp, tp_rank = (1, 0) if position.attention_dp else (position.tp, position.tp_rank)
+    target, draft = (len(head_shard(heads, tp, tp_rank).heads) for heads in (target_heads, 1))
     specs = [
         KVCacheLayerSpec(
             layer_id=LayerId(0),
             owner=LayerOwner.TARGET,
             num_kv_heads=target,
-            total_num_kv_heads=TARGET_HEADS,
+            total_num_kv_heads=target_heads,
             head_dim=8,
             dtype=KVDtype.BFLOAT16,
         ),
@@ -71,6 +73,7 @@ class SmallRank:
     Args:
         address: of the rank's link.
         num_slots: slots of every pool.
+        target_heads: heads of the whole model in layer 0.
         card_fields: override what the card says.
     """
 
@@ -82,10 +85,12 @@ class SmallRank:
         path: PathKind = PathKind.DIRECT,
         position: ParallelPosition | None = None,
         num_slots: int = 64,
+        target_heads: int = TARGET_HEADS,
         **card_fields: Any,
     ) -> None:
         position = position or ParallelPosition()
-        self.layout = small_layout(position)
+        self.layout = small_layout(position, target_heads)
+        self._dealt = CpLedger(cp_size=position.cp, cp_rank=position.cp_rank, tokens_per_block=TOKENS_PER_BLOCK)
         self._fds: list[int] = []
         self.arrays: list[NDArray[np.uint8]] = []
         exports = [self._allocate(num_slots * pool.slot_bytes) for group in self.layout.groups for pool in group.pools]
@@ -112,7 +117,7 @@ class SmallRank:
 
     def table(self, tokens: int, first_slot: int = 1) -> dict[GroupId, SlotArray]:
         """Return page tables of slots ``first_slot, first_slot + 1, ...`` for a prompt, for every group."""
-        blocks = ceil_div(tokens, TOKENS_PER_BLOCK)
+        blocks = self._dealt.num_blocks(tokens)
         return {
             group.group_id: np.arange(first_slot, first_slot + blocks, dtype=np.int32) for group in self.layout.groups
         }
@@ -157,8 +162,9 @@ class SmallRank:
             )
             for entry in view.entries:
                 for token in range(tokens):
-                    slot = int(table[view.group_id][token // TOKENS_PER_BLOCK])
-                    if slot < 0 or token // TOKENS_PER_BLOCK not in live:
+                    place = self._dealt.local(token // TOKENS_PER_BLOCK)
+                    slot = NO_PAGE if place is None else int(table[view.group_id][place])
+                    if slot == NO_PAGE or token // TOKENS_PER_BLOCK not in live:
                         continue
                     page = slot * pool.slot_stride_bytes + entry.offset_bytes
                     for index, head in enumerate(range(view.heads.lo, view.heads.hi)):

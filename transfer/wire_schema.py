@@ -94,6 +94,9 @@ class _RecordCompiler:
     def _generic(self, origin: Any, args: tuple[Any, ...]) -> Node:
         if origin is np.ndarray:
             return ArrayNode(np.dtype(typing.get_args(args[-1])[0]))
+        # From numpy 2.5 on NDArray is a lazy alias of its own kind, whose argument is the element type.
+        if typing.get_origin(getattr(origin, "__value__", None)) is np.ndarray:
+            return ArrayNode(np.dtype(args[0]))
         if origin in (types.UnionType, typing.Union):
             inner = [arg for arg in args if arg is not types.NoneType]
             if len(inner) == 1:

@@ -7,27 +7,41 @@ holds them, `unikv.slots` knows who owns which, and `unikv.request` what one req
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Self
 
 import numpy as np
 
+from unikv.block_rows import BlockRow
 from unikv.budget import PoolBudget
-from unikv.buffers import PoolStorage, Tensor
-from unikv.errors import InternalError, LocalProtocolError, explain
-from unikv.geometry import TensorGeometry, extra_geometry, flat_geometry, kv_geometry, scale_geometry
-from unikv.ids import NULL_SLOT, GroupId, LayerId, RequestId
+from unikv.buffers import PoolStorage
+from unikv.cached_page import DEFAULT_PRIORITY, CachedPage
+from unikv.cp_ledger import CpLedger
+from unikv.errors import LocalProtocolError, SpecError, explain
+from unikv.host_tier import HostTier
+from unikv.host_tier_options import HostTierOptions
+from unikv.ids import NULL_SLOT, GroupId, RequestId
 from unikv.layer_spec import KVCacheLayerSpec, KVDtype, KVLayout, LayerOwner
-from unikv.layout import build_layout, bytes_per_token, role_bytes_per_token
+from unikv.layer_views import LayerViews
+from unikv.layout import build_layout
 from unikv.legacy import check_against_scalars, specs_from_scalars
+from unikv.page_cache import PageCacheManager
+from unikv.page_copy import PageCopier, check_relocatable
+from unikv.page_moves import TokenMove
 from unikv.page_source import PageSource
-from unikv.page_table import SlotRow, valid_slots, write_kernel_row
+from unikv.page_table import SlotRow, write_kernel_row
+from unikv.page_tiers import CacheStatistics
+from unikv.prefix_lookup import PrefixLookup
+from unikv.prefix_tree import EVERYBODY, ReuseScope, token_bytes
 from unikv.request import KVCacheRequest
-from unikv.slots import SlotAllocator
+from unikv.request_claim import PrefixClaim
+from unikv.request_publish import PrefixPublisher, Priority
+from unikv.reuse_options import DEFAULT_REUSE, PrefixProbe, ReuseOptions
+from unikv.slots import check_slots
 from unikv.speculation import NO_SPECULATION, SpeculationShape, max_blocks_per_sequence
 
 
-class UnifiedKVCacheManager:
+class UnifiedKVCacheManager(LayerViews):
     """Owns the pools of one rank and the requests in them. One thread uses it at a time.
 
     Tensors from `get_buffers`, `get_scales`, `get_extra` and `get_flat_pages` share the memory of the pools, are
@@ -41,7 +55,7 @@ class UnifiedKVCacheManager:
         max_blocks_per_sequence: length of a block-table row.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what an engine decides once
         self,
         specs: Iterable[KVCacheLayerSpec],
         *,
@@ -52,6 +66,11 @@ class UnifiedKVCacheManager:
         device: str = "cpu",
         speculation: SpeculationShape | None = None,
         isolate_draft: bool = True,
+        reuse: ReuseOptions = DEFAULT_REUSE,
+        host_tier: HostTierOptions | None = None,
+        relocates_drafts: bool = False,
+        cp_size: int = 1,
+        cp_rank: int = 0,
     ) -> None:
         """Lay out the cache and allocate its memory.
 
@@ -64,31 +83,56 @@ class UnifiedKVCacheManager:
             device: "cpu", "cuda" or "cuda:<index>".
             speculation: the speculative mode, None without one.
             isolate_draft: give draft layers groups of their own even where a target group has the same key.
+            reuse: how prefixes are reused, and when requests are resumed.
+            host_tier: host memory for pages that nobody runs with; None: they are dropped when others need room.
+            relocates_drafts: `relocate_drafts` will be called: layers that cannot take part are refused here.
+            cp_size: ranks that share every sequence, block by block; token numbers stay the sequence's, and page tables
+                have this rank's blocks. More than one takes no part in prefix reuse.
+            cp_rank: this rank's number among them.
 
         Raises:
             SpecError: any argument is wrong, or the memory cannot be had.
         """
-        self.layout = build_layout(
+        ledger = CpLedger(cp_size=cp_size, cp_rank=cp_rank, tokens_per_block=tokens_per_block)
+        layout = build_layout(
             specs,
             tokens_per_block=tokens_per_block,
             max_seq_len=max_seq_len,
             kv_layout=kv_layout,
             isolate_draft=isolate_draft,
+            lookahead_tokens=reuse.backoff_tokens,
         )
-        self.speculation = speculation
+        if relocates_drafts:
+            check_relocatable(layout)
+        slots = pool.slots(layout)
+        check_slots(slots)
+        super().__init__(layout, PoolStorage(layout, slots, device=device), slots)
+        try:
+            self._tier = None if host_tier is None else HostTier(layout, self.pools, host_tier)
+        except BaseException:
+            self.pools.close()
+            raise
+        self.speculation, self.reuse = speculation, reuse
         shape = speculation or NO_SPECULATION
         hosts_draft = bool(self.draft_layer_ids)
         self.extra_tokens = shape.extra_tokens(hosts_draft)
         headroom_tokens = shape.generation_headroom(hosts_draft)
-        self.max_blocks_per_sequence = max_blocks_per_sequence(max_seq_len, headroom_tokens, tokens_per_block)
-        slots = pool.slots(self.layout)
+        self.max_blocks_per_sequence = max_blocks_per_sequence(
+            max_seq_len, headroom_tokens, ledger.ledger_tokens_per_block
+        )
+        self._cache = PageCacheManager(self.layout, slots, self._tier)
+        self._lookup = PrefixLookup(layout, self._cache.tree, reuse)
+        self._copier = PageCopier(self.layout, self.pools)
+        self._relocates = relocates_drafts
         self._source = PageSource(
             layout=self.layout,
-            allocators=tuple(SlotAllocator(n, name=f"pool group {i}") for i, n in enumerate(slots)),
-            max_capacity_tokens=self.max_blocks_per_sequence * tokens_per_block,
+            cache=self._cache,
+            copy_pages=self._copier.copy,
+            max_capacity_tokens=self.max_blocks_per_sequence * ledger.ledger_tokens_per_block,
+            max_utilisation=reuse.max_utilisation,
             pins=set(),
+            ledger=ledger,
         )
-        self.pools = PoolStorage(self.layout, slots, device=device)
         self._requests: dict[RequestId, KVCacheRequest] = {}
         self._closed = False
 
@@ -164,115 +208,35 @@ class UnifiedKVCacheManager:
             speculation=speculation,
         )
 
-    # ---- what the layers are
-
-    @property
-    def draft_layer_ids(self) -> tuple[LayerId, ...]:
-        """Layers the drafter owns, in the order of the specs."""
-        return tuple(spec.layer_id for spec in self.layout.specs if spec.is_draft)
-
-    @property
-    def layer_grouping(self) -> tuple[tuple[LayerId, ...], ...]:
-        """Layers of each layer group, by group id."""
-        return tuple(group.layer_ids for group in self.layout.groups)
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes of one token in all layers and roles of this rank."""
-        return sum(bytes_per_token(spec) for spec in self.layout.specs)
-
-    def get_layer_spec(self, layer_id: LayerId) -> KVCacheLayerSpec:
-        """Return the spec of a layer.
-
-        Raises:
-            UnknownLayerError: this rank holds no such layer. So do all the functions that take a layer id.
-        """
-        return self.layout.spec(layer_id)
-
-    def get_layer_owner(self, layer_id: LayerId) -> LayerOwner:
-        """Return whose layer it is."""
-        return self.layout.spec(layer_id).owner
-
-    def is_draft_layer(self, layer_id: LayerId) -> bool:
-        """Return whether the drafter owns the layer."""
-        return self.layout.spec(layer_id).is_draft
-
-    def layer_kv_factor(self, layer_id: LayerId) -> int:
-        """Return 2 for a layer with K and V, 1 for a key-only one."""
-        return self.layout.spec(layer_id).kv_factor
-
-    def layer_group_id(self, layer_id: LayerId) -> GroupId:
-        """Return the layer group whose page table covers the layer."""
-        return self.layout.group_of_layer(layer_id).group_id
-
-    def get_layer_bytes_per_token(self, layer_id: LayerId, role: str | None = None) -> int:
-        """Return the bytes one token takes in a layer: in one role, or in all of them.
-
-        Raises:
-            SpecError: the layer stores no such role.
-        """
-        spec = self.layout.spec(layer_id)
-        return bytes_per_token(spec) if role is None else role_bytes_per_token(spec, role)
-
-    # ---- memory
-
-    def get_buffers(self, layer_id: LayerId) -> Tensor | None:
-        """Return K and V of a layer, or None where it stores neither.
-
-        Returns:
-            ``[slots, kv_factor, heads, tokens_per_block, head_dim]`` (HND) or
-            ``[slots, kv_factor, tokens_per_block, heads, head_dim]`` (NHD), zero-copy, with the stride of the physical
-            slot. NVFP4 is packed: uint8 with ``head_dim / 2`` in the last dimension.
-        """
-        return self._tensor(kv_geometry(self.layout, layer_id, self._slots_of_layer(layer_id)))
-
-    def get_scales(self, layer_id: LayerId) -> Tensor | None:
-        """Return the block scales of an NVFP4 layer, None for every other layer.
-
-        Returns:
-            The leading dimensions of `get_buffers` and ``head_dim / 16``, float8_e4m3fn.
-        """
-        return self._tensor(scale_geometry(self.layout, layer_id, self._slots_of_layer(layer_id)))
-
-    def get_extra(self, layer_id: LayerId, role: str) -> Tensor:
-        """Return an extra buffer of a layer: ``[slots, tokens_per_block, bytes_per_token]`` uint8.
-
-        Raises:
-            SpecError: the layer declares no such extra.
-        """
-        return self.pools.tensor(extra_geometry(self.layout, layer_id, role, self._slots_of_layer(layer_id)))
-
-    def get_flat_pages(self, layer_id: LayerId, *, sub_page_tokens: int | None = None) -> Tensor:
-        """Return K and V of a layer as one list of pages, for kernels that take separate page ids for K and V.
-
-        Args:
-            layer_id: the layer.
-            sub_page_tokens: read every page as smaller ones of this many tokens; must divide the block.
-
-        Returns:
-            ``[pages, heads, tokens, head_dim]`` (HND) or ``[pages, tokens, heads, head_dim]`` (NHD), starting at the
-            layer's K in slot 0. `unikv.kernel_index.flat_page_index` turns slots into its page ids.
-
-        Raises:
-            SpecError: the layer stores no K, or the sub-page does not divide the block.
-        """
-        slots = self._slots_of_layer(layer_id)
-        return self.pools.tensor(flat_geometry(self.layout, layer_id, slots, sub_page_tokens=sub_page_tokens))
-
-    def num_slots(self, group_id: GroupId) -> int:
-        """Return the slots of a layer group's pools, the null slot included. Pool mates share them."""
-        return self._source.allocator(group_id).num_slots
-
     def num_free_pages(self, group_id: GroupId) -> int:
-        """Return the pages a layer group can still get; ``num_slots - 1`` when nothing is used."""
-        return self._source.allocator(group_id).num_free
+        """Return the pages a layer group can still get, idle cached ones included; all but the null slot at first."""
+        return self._cache.available(self.layout.group(group_id).pool_group)
 
     # ---- requests
 
-    def create_request(self, request_id: RequestId) -> KVCacheRequest:
-        """Return a new request without pages; it belongs to the manager until it is closed.
+    def create_request(
+        self,
+        request_id: RequestId,
+        tokens: Sequence[int] | np.ndarray | None = None,
+        *,
+        scope: ReuseScope = EVERYBODY,
+        claim_limit: int | None = None,
+        whole_prompt: bool = False,
+        priority: Priority = lambda _ordinal, _group_id: DEFAULT_PRIORITY,
+    ) -> KVCacheRequest:
+        """Return a new request; it belongs to the manager until it is closed.
+
+        Args:
+            request_id: its name.
+            tokens: the prompt, for prefix reuse. The request begins SUSPENDED with what matches, and may commit. With
+                an empty prompt nothing matches. None: no part in reuse, and ACTIVE without pages.
+            scope: whose prefixes may match, and where this one is published.
+            claim_limit: most tokens that may be taken over.
+            whole_prompt: also take over the last token, which otherwise is computed again for its logits.
+            priority: eviction priority of what it publishes.
 
         Raises:
+            SpecError: tokens are no integers, or a negative limit.
             LocalProtocolError: a request with this id is open, or the manager is closed.
         """
         if self._closed:
@@ -282,9 +246,66 @@ class UnifiedKVCacheManager:
             want = "an id that is not open"
             cure = "close the request before, or use another id"
             raise LocalProtocolError(explain("cache manager", "request_id", request_id, want, cure))
-        request = KVCacheRequest(request_id, self._source, on_close=self._requests.__delitem__)
+        rows, publisher, claim = self._empty_rows(), None, None
+        if tokens is not None and self._source.ledger.cp_size > 1:
+            cure = "leave tokens out"
+            raise SpecError(explain("cache manager", "tokens with cp_size > 1", len(tokens), "None", cure))
+        if tokens is not None:
+            keys = token_bytes(tokens)
+            match = self._lookup.match(keys, scope, claim_limit, whole_prompt=whole_prompt)
+            partial = self.reuse.partial_blocks
+            publisher = PrefixPublisher(self._cache, rows, scope, priority, partial=partial)
+            publisher.take_over(match, keys)
+            claim = PrefixClaim.of(self._cache, match)
+        request = KVCacheRequest(
+            request_id, self._source, rows, self._requests.__delitem__, publisher=publisher, claim=claim
+        )
         self._requests[request_id] = request
         return request
+
+    def probe(
+        self,
+        tokens: Sequence[int] | np.ndarray,
+        *,
+        scope: ReuseScope = EVERYBODY,
+        claim_limit: int | None = None,
+        whole_prompt: bool = False,
+        also_required: Collection[GroupId] = (),
+    ) -> PrefixProbe:
+        """Return what `create_request` with the same arguments would take over, without taking it.
+
+        Args:
+            tokens: the prompt.
+            scope: whose prefixes may match.
+            claim_limit: most tokens that may be taken over.
+            whole_prompt: also take over the last token.
+            also_required: OPTIONAL groups that shall be complete: the answer is the longest match at which they are.
+
+        Raises:
+            SpecError: tokens are no integers, or a negative limit.
+        """
+        keys = token_bytes(tokens)
+        return self._lookup.described(
+            self._lookup.match(keys, scope, claim_limit, whole_prompt=whole_prompt, also_required=also_required)
+        )
+
+    def clear_reusable_blocks(self) -> int:
+        """Forget every published prefix; return how many blocks that were.
+
+        Raises:
+            LocalProtocolError: requests are open; nothing was changed.
+        """
+        if self._requests:
+            got = f"{len(self._requests)} KV cache request(s) still open"
+            raise LocalProtocolError(
+                explain("cache manager", "clear_reusable_blocks()", got, "no request", "close them first")
+            )
+        return self._cache.clear()
+
+    @property
+    def statistics(self) -> CacheStatistics:
+        """Counters of what happened to pages; live."""
+        return self._cache.statistics
 
     def block_table(
         self, group_id: GroupId, request_ids: Sequence[RequestId | None], *, pad_slot: int = NULL_SLOT
@@ -322,27 +343,58 @@ class UnifiedKVCacheManager:
         """
         return prompt_tokens + draft_tokens + self.extra_tokens
 
+    def relocate_drafts(self, accepted: Mapping[RequestId, tuple[Sequence[int], int]]) -> None:
+        """Move the KV of accepted draft tokens to where they belong in their sequences, in every layer at once.
+
+        A tree of drafts is verified in one pass; the accepted path's tokens lie somewhere among the drafts. All
+        sources of the batch are read before a target is written.
+
+        Args:
+            accepted: by request: the positions the accepted tokens were drafted at, in order, and the position the
+                first of them belongs to (the others follow).
+
+        Raises:
+            SpecError: a position has no page.
+            LocalProtocolError: a request is not open, or the manager was not built with `relocates_drafts`.
+        """
+        if not self._relocates:
+            cure = "build the manager with relocates_drafts=True"
+            raise LocalProtocolError(explain("cache manager", "relocates_drafts", False, "True", cure))
+        for group in self.layout.groups:
+            moves: list[TokenMove] = []
+            for request_id, (positions, target) in accepted.items():
+                request = self._open_request(request_id)
+                places = [request.place(group.group_id, position) for position in positions]
+                targets = [request.place(group.group_id, target + i) for i in range(len(positions))]
+                moves += [TokenMove(*of, *to) for of, to in zip(places, targets, strict=True) if of != to]
+            self._copier.relocate(group.group_id, moves)
+
+    def check_fits(self, capacity_tokens: int, history_tokens: int = 0) -> None:
+        """Check that a request of this size could ever have its pages, in a cache that has nobody else. Reads only.
+
+        Raises:
+            CapacityError: some pool group is too small; `permanent` is set.
+            SpecError: it is longer than the longest sequence, or the history is longer than the capacity.
+        """
+        self._source.check_fits(capacity_tokens, history_tokens)
+
     def check_integrity(self) -> None:
         """Check every conservation law: slots, windows, and that tables and pins are what refers to the slots.
 
         Raises:
             InternalError: one is broken; the text prints the terms.
         """
-        for allocator in self._source.allocators:
-            allocator.check_integrity()
         referred: Counter[tuple[int, int]] = Counter()
+        holders: Counter[CachedPage] = Counter()
         for request in self._requests.values():
             request.check_integrity()
-            self._count(referred, {g: valid_slots(request.page_table(g)) for g in self._group_ids})
+            referred.update(request.references())
+            held = request.holdings()
+            holders.update(held.held_pages() if held is not None else ())
         for pin in self._source.pins:
-            self._count(referred, pin.slots)
-        for pool_group, allocator in enumerate(self._source.allocators):
-            for slot in range(allocator.num_slots):
-                got, want = allocator.references(slot), referred[pool_group, slot]
-                if got != want:
-                    thing = f"{allocator.name}, slot {slot}"
-                    wanted = f"{want}, the page tables and pins that name it"
-                    raise InternalError(explain(thing, "references", got, wanted, "report this"))
+            for group_id, slots in pin.slots.items():
+                referred.update((self.layout.group(group_id).pool_group, slot) for slot in slots)
+        self._cache.check_integrity(referred, holders)
 
     def close(self) -> None:
         """Give the memory of the pools back. Safe to call twice.
@@ -357,25 +409,15 @@ class UnifiedKVCacheManager:
             cure = "close them and prove their transfers over first"
             raise LocalProtocolError(explain("cache manager", "close()", got, "no request and no pin", cure))
         self._closed = True
+        if self._tier is not None:
+            self._tier.close()
         self.pools.close()
 
-    @property
-    def _group_ids(self) -> tuple[GroupId, ...]:
-        return tuple(group.group_id for group in self.layout.groups)
-
-    def _slots_of_layer(self, layer_id: LayerId) -> int:
-        return self.num_slots(self.layer_group_id(layer_id))
-
-    def _tensor(self, geometry: TensorGeometry | None) -> Tensor | None:
-        return None if geometry is None else self.pools.tensor(geometry)
+    def _empty_rows(self) -> dict[GroupId, BlockRow]:
+        return {group.group_id: BlockRow(group) for group in self.layout.groups}
 
     def _open_request(self, request_id: RequestId) -> KVCacheRequest:
         if request_id not in self._requests:
             cure = "leave it out of the batch, or use None for a dummy row"
             raise LocalProtocolError(explain("block table", "request_id", request_id, "an open request", cure))
         return self._requests[request_id]
-
-    def _count(self, referred: Counter[tuple[int, int]], slots: Mapping[GroupId, Sequence[int]]) -> None:
-        for group_id, members in slots.items():
-            pool_group = self.layout.group(group_id).pool_group
-            referred.update((pool_group, slot) for slot in members)

@@ -8,6 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
+from typing import Final
+
+MAX_SHOWN_CHARACTERS: Final = 400
+"""How much of a wrong value an error repeats."""
+
+
+def show(value: object) -> str:
+    """Return `value` as errors show it: its repr, cut where it is long; an enum member by its value."""
+    try:
+        text = repr(value.value if isinstance(value, Enum) else value)
+    except (ValueError, RecursionError):  # Python refuses to write integers of thousands of digits
+        return f"a value of type {type(value).__name__} too long to show"
+    return text if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[:MAX_SHOWN_CHARACTERS]}..."
 
 
 def explain(thing: str, field: str, got: object, want: str, cure: str) -> str:
@@ -16,12 +29,11 @@ def explain(thing: str, field: str, got: object, want: str, cure: str) -> str:
     Args:
         thing: what the sentence is about, with its identity ("layer 3", "pair file a.yaml").
         field: the field, key or quantity that is wrong, with its unit where it has one.
-        got: the value that was found; an enum member is shown by its value.
+        got: the value that was found; see `show`.
         want: what would have been right.
         cure: what the reader should do now.
     """
-    shown = got.value if isinstance(got, Enum) else got
-    return f"{thing}: {field} is {shown!r}, expected {want}; {cure}"
+    return f"{thing}: {field} is {show(got)}, expected {want}; {cure}"
 
 
 class UnikvError(Exception):

@@ -171,6 +171,7 @@ def build_layout(
     max_seq_len: int | None,
     kv_layout: KVLayout = KVLayout.HND,
     isolate_draft: bool = True,
+    lookahead_tokens: int = 0,
 ) -> CacheLayout:
     """Arrange `specs` into groups, pools and buffers.
 
@@ -180,6 +181,7 @@ def build_layout(
         max_seq_len: longest sequence in tokens; windows that reach it count as full attention. None: unknown.
         kv_layout: order of heads and tokens inside a buffer.
         isolate_draft: give draft layers groups of their own even where a target group has the same key.
+        lookahead_tokens: tokens a reader may step back after a prefix match; every window keeps as many more.
 
     Returns:
         The layout. Groups are numbered in order of first appearance, pool groups likewise.
@@ -196,19 +198,25 @@ def build_layout(
         max_seq_len=max_seq_len,
         kv_layout=KVLayout(kv_layout),
         specs=ordered,
-        groups=_make_groups(_members(ordered, tokens_per_block, max_seq_len, isolate_draft), tokens_per_block),
+        groups=_make_groups(
+            _members(ordered, tokens_per_block, max_seq_len, isolate_draft, lookahead_tokens), tokens_per_block
+        ),
     )
     check_scale_pools(layout)
     return layout
 
 
 def _members(
-    specs: Sequence[KVCacheLayerSpec], tokens_per_block: int, max_seq_len: int | None, isolate_draft: bool
+    specs: Sequence[KVCacheLayerSpec],
+    tokens_per_block: int,
+    max_seq_len: int | None,
+    isolate_draft: bool,
+    lookahead_tokens: int,
 ) -> dict[_GroupKey, list[KVCacheLayerSpec]]:
     members: dict[_GroupKey, list[KVCacheLayerSpec]] = {}
     for spec in specs:
         key = _GroupKey(
-            effective_window(spec.window, max_seq_len),
+            effective_window(spec.window, max_seq_len, lookahead_tokens=lookahead_tokens),
             ceil_div(spec.sink_tokens, tokens_per_block),
             spec.reuse_policy,
             spec.owner if isolate_draft else None,

@@ -2,294 +2,307 @@
 
 ::
 
-    positions   0 ........... history ......... capacity
-                | final KV   | pages reserved  | none
-    0 <= history <= capacity,  num_blocks == ceil(capacity / tokens_per_block)
+    positions   0 ........ committed ........ history ......... capacity
+                | published  | final KV        | pages reserved  | none
+    0 <= committed <= history <= capacity,  num_blocks == ceil(capacity / tokens_per_block)
+
+A request runs while it is ACTIVE. SUSPENDED, it has no page table: its pages are held, and others may push them to the
+host. One that claimed a prefix begins SUSPENDED.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
-from typing import Final
 
 import numpy as np
 
-from unikv.errors import InternalError, LocalProtocolError, SpecError, explain
-from unikv.ids import NO_PAGE, GroupId, RequestId
-from unikv.page_source import PagePin, PageSource
-from unikv.page_table import RowPlan, SlotRow, empty_row, masked_row, num_valid, plan_row, valid_slots
-from unikv.ranges import ceil_div
-from unikv.slots import GroupChange, exchange_slots
+from unikv.block_rows import BlockRow
+from unikv.errors import CapacityError, InternalError, LocalProtocolError, SpecError, explain
+from unikv.ids import GroupId, RequestId
+from unikv.page_source import PageSource
+from unikv.planned_drop import PlannedDrop
+from unikv.prefix_match import ReuseStatus
+from unikv.prefix_tree import token_bytes
+from unikv.ranges import Span
+from unikv.request_checks import rows_match
+from unikv.request_claim import PrefixClaim
+from unikv.request_hold import HeldPages
+from unikv.request_pages import RequestPages, RequestState
+from unikv.request_publish import PrefixPublisher
+
+__all__ = ["KVCacheRequest", "RequestState", "ResumeResult"]
 
 
-class RequestState(Enum):
-    """Where a request stands."""
+class ResumeResult(Enum):
+    """How a resume ended. Only OK changed anything; the others may be tried again."""
 
-    ACTIVE = "active"
-    CLOSED = "closed"
-
-
-_TRANSITIONS: Final = {
-    (RequestState.ACTIVE, "use"): RequestState.ACTIVE,
-    (RequestState.ACTIVE, "close"): RequestState.CLOSED,
-    (RequestState.CLOSED, "close"): RequestState.CLOSED,
-}
-"""What may be done in which state, and the state afterwards. A pair that is missing is the caller's mistake."""
+    OK = "ok"
+    OVER_UTILISATION = "over utilisation"
+    OUT_OF_PAGES = "out of pages"
 
 
-@dataclass(frozen=True, slots=True)
-class _Growth:
-    """What one `grow` did: drafts it made room for, and tokens it really added."""
-
-    draft_tokens: int
-    added_tokens: int
-
-
-class KVCacheRequest:
+class KVCacheRequest(RequestPages):
     """The pages of one request, all layer groups together. Made by `UnifiedKVCacheManager.create_request`.
 
-    Once it is closed, only its properties, `page_tables` and `close` may be used; the rest raises LocalProtocolError.
-    One thread uses a manager and its requests at a time.
+    Once it is closed, only its properties, `page_tables` and `close` may be used; the rest raises LocalProtocolError,
+    as does whatever needs pages while it is suspended. One thread uses a manager and its requests at a time.
 
     Attributes:
         request_id: the manager's name for it.
     """
 
-    def __init__(self, request_id: RequestId, source: PageSource, on_close: Callable[[RequestId], None]) -> None:
-        """Start with no capacity; `on_close` is called once, when the pages are back."""
-        self.request_id: Final = request_id
-        self._source = source
+    def __init__(
+        self,
+        request_id: RequestId,
+        source: PageSource,
+        rows: dict[GroupId, BlockRow],
+        on_close: Callable[[RequestId], None],
+        *,
+        publisher: PrefixPublisher | None = None,
+        claim: PrefixClaim | None = None,
+    ) -> None:
+        """Start with what was claimed; `on_close` is called once, when the pages are back.
+
+        Args:
+            request_id: the manager's name for it.
+            source: where pages come from.
+            rows: one empty row per layer group.
+            on_close: told when the request is closed.
+            publisher: publishes what it computes, None if it takes no part in prefix reuse.
+            claim: what it takes over from the prefix tree; it then begins suspended.
+        """
+        state = RequestState.ACTIVE if claim is None else RequestState.SUSPENDED
+        super().__init__(request_id, source, rows, state, 0 if claim is None else claim.match.num_tokens)
         self._on_close = on_close
+        self._publisher = publisher
+        self._claim = claim
+        self._held: HeldPages | None = None
+
+    @property
+    def committed_tokens(self) -> int:
+        """Tokens that were taken over from the prefix tree or given to it."""
+        return 0 if self._publisher is None else self._publisher.committed_tokens
+
+    @property
+    def committing(self) -> bool:
+        """Whether `commit` may be called: the request takes part in prefix reuse and has not stopped."""
+        return self._publisher is not None and self._publisher.committing
+
+    @property
+    def divergence_tokens(self) -> int:
+        """How far the prompt is the same as one computed before, which may be further than what could be claimed."""
+        return 0 if self._claim is None else self._claim.match.divergence_tokens
+
+    def reuse_status(self) -> tuple[ReuseStatus, ...]:
+        """Return what each layer group can take over, by group id; empty without a claim."""
+        return () if self._claim is None else tuple(self._claim.status.values())
+
+    # ---- running and not running
+
+    def resume(self, optional_groups: Iterable[GroupId] | None = None) -> ResumeResult:
+        """Bring the pages to the device and make the request ACTIVE, or change nothing.
+
+        The first resume fixes what is taken over from the prefix tree. OPTIONAL groups that are not selected let go
+        of their pages before anything is allocated, even if the resume then fails.
+
+        Args:
+            optional_groups: OPTIONAL groups that take over their pages, from those that `reuse_status` calls complete.
+                Only for the first resume. None selects nothing.
+
+        Raises:
+            SpecError: a group cannot be selected; nothing was changed.
+            LocalProtocolError: the request is not suspended.
+        """
+        self._require("resume")
+        thing = f"request {self.request_id}"
+        first = self._held is None
+        if first and self._claim is not None:
+            self._claim.select(optional_groups or (), thing)
+        elif optional_groups is not None:
+            cure = "select groups when the request is resumed for the first time"
+            raise SpecError(explain(thing, "optional_groups", list(optional_groups), "None from then on", cure))
+        pool_groups = {row.group.pool_group for row in self._rows.values()}
+        if any(self._source.cache.utilisation(p) > self._source.max_utilisation for p in pool_groups):
+            return ResumeResult.OVER_UTILISATION
+        try:
+            self._bring_back(thing)
+        except CapacityError:
+            return ResumeResult.OUT_OF_PAGES
         self._state = RequestState.ACTIVE
-        self._capacity_tokens = 0
-        self._history_tokens = 0
-        self._rows = {group.group_id: empty_row() for group in source.layout.groups}
-        self._growths: deque[_Growth] = deque()
+        return ResumeResult.OK
 
-    @property
-    def capacity_tokens(self) -> int:
-        """Positions that have a page, or had one before they left a window."""
-        return self._capacity_tokens
-
-    @property
-    def history_tokens(self) -> int:
-        """Tokens whose KV is final; it never decreases."""
-        return self._history_tokens
-
-    @property
-    def num_blocks(self) -> int:
-        """Entries of every page table, ``ceil(capacity_tokens / tokens_per_block)``."""
-        return ceil_div(self._capacity_tokens, self._source.layout.tokens_per_block)
-
-    @property
-    def closed(self) -> bool:
-        """Whether the pages were given back."""
-        return self._state is RequestState.CLOSED
-
-    def resize(self, capacity_tokens: int | None = None, history_tokens: int | None = None) -> None:
-        """Set capacity and history together: drop what left a window or was cut off, reserve what is new.
-
-        New blocks get a page unless they are outside the window of the NEW history already. Pages dropped by this
-        call may serve it. Either everything happens or nothing.
-
-        Args:
-            capacity_tokens: positions that shall have pages; None keeps them.
-            history_tokens: tokens that are final; None keeps them.
+    def suspend(self) -> None:
+        """Give up the page tables and keep the pages: others may push them to the host, if there is one.
 
         Raises:
-            SpecError: the history would shrink or pass the capacity, or the capacity passes the longest sequence.
-            CapacityError: not enough free pages in some group.
-            LocalProtocolError: the request is closed.
+            LocalProtocolError: the request is not active.
         """
-        self._advance("use", "resize")
-        capacity = self._capacity_tokens if capacity_tokens is None else capacity_tokens
-        history = self._history_tokens if history_tokens is None else history_tokens
-        self._check_sizes(capacity, history)
-        num_blocks = ceil_div(capacity, self._source.layout.tokens_per_block)
-        plans = {
-            group.group_id: plan_row(self._rows[group.group_id], num_blocks, self._source.stale(group, history))
-            for group in self._source.layout.groups
-        }
-        new_slots = exchange_slots(
-            self._source.allocators,
-            [self._change(group_id, plan) for group_id, plan in plans.items()],
-            thing=f"request {self.request_id}",
-        )
-        for (group_id, plan), slots in zip(plans.items(), new_slots, strict=True):
-            self._rows[group_id] = plan.filled(slots)
-        self._capacity_tokens = capacity
-        self._history_tokens = history
+        self._state = self._require("suspend")
+        self._held = HeldPages.of(self._source.cache, self._rows)
+        for row in self._rows.values():
+            row.fill(self._num_blocks, row.stale, ())
 
-    def grow(self, draft_tokens: int, *, reserve_tokens: int = 0) -> None:
-        """Make room for one generation step: the next token and its drafts.
+    def revert_context(self, capacity_tokens: int) -> bool:
+        """Undo the scheduling of a prefill chunk: shrink to the capacity before it and suspend.
 
-        The width is remembered for `rewind` or `revert`. Steps that overlap may each grow before the first is
-        settled. At the end of the longest sequence the capacity stops where a block-table row ends; the headroom of
-        the row covers every position such a step can touch.
-
-        Args:
-            draft_tokens: drafts of this step.
-            reserve_tokens: least number of drafts to make room for, where a drafter needs a fixed width.
+        Returns:
+            False where the history has passed that capacity: then the request was closed, and its prompt begins anew.
 
         Raises:
-            SpecError: a negative count.
-            CapacityError: not enough free pages; nothing was changed or remembered.
-            LocalProtocolError: the request is closed.
+            LocalProtocolError: the request is not active.
         """
-        self._advance("use", "grow")
-        self._check_count("draft_tokens", draft_tokens)
-        width = max(draft_tokens, reserve_tokens)
-        capacity = min(self._capacity_tokens + 1 + width, self._source.max_capacity_tokens)
-        added = capacity - self._capacity_tokens
-        self.resize(capacity_tokens=capacity)
-        self._growths.append(_Growth(min(width, max(added - 1, 0)), added))
-
-    def rewind(self, accepted_draft_tokens: int, history_tokens: int) -> None:
-        """Settle the oldest step that has grown: give back the room of refused drafts and advance the history.
-
-        Without a remembered step the capacity stays and only the history advances.
-
-        Args:
-            accepted_draft_tokens: drafts that became part of the sequence.
-            history_tokens: tokens that are final now (all tokens but the newest).
-
-        Raises:
-            SpecError: a negative count, or a history that shrinks or passes the new capacity; nothing was changed.
-            LocalProtocolError: the request is closed.
-        """
-        self._advance("use", "rewind")
-        self._check_count("accepted_draft_tokens", accepted_draft_tokens)
-        recorded = self._growths[0].draft_tokens if self._growths else 0
-        refused = max(recorded - accepted_draft_tokens, 0)
-        self.resize(self._capacity_tokens - refused, history_tokens)
-        if self._growths:
-            self._growths.popleft()
-
-    def revert(self) -> None:
-        """Undo the newest `grow` that was not settled, as if its step had never been scheduled; else do nothing.
-
-        Raises:
-            LocalProtocolError: the request is closed.
-        """
-        self._advance("use", "revert")
-        if self._growths:
-            self.resize(capacity_tokens=self._capacity_tokens - self._growths[-1].added_tokens)
-            self._growths.pop()
-
-    def page_table(self, group_id: GroupId) -> SlotRow:
-        """Return the row of a layer group: ``[num_blocks]`` int32, read-only, `NO_PAGE` for holes.
-
-        The row is what it was at the time of the call; ask again after `resize`, `grow`, `rewind` or `revert`.
-
-        Raises:
-            UnknownLayerError: there is no such group.
-            LocalProtocolError: the request is closed.
-        """
-        self._advance("use", "page_table")
-        view = self._rows[self._source.layout.group(group_id).group_id].view()
-        view.flags.writeable = False
-        return view
-
-    def page_tables(self) -> dict[GroupId, SlotRow]:
-        """Return a copy of every row for a transfer; ordinals outside the window of the history show no page.
-
-        Always one row per layer group: a closed request has empty ones.
-        """
-        return {
-            group.group_id: masked_row(self._rows[group.group_id], self._source.stale(group, self._history_tokens))
-            for group in self._source.layout.groups
-        }
-
-    def pin(self, tables: Mapping[GroupId, SlotRow] | None = None) -> PagePin:
-        """Keep pages from being reused until the returned pin is released, even if the request closes before.
-
-        Args:
-            tables: which pages: rows taken from this request, with entries masked that nobody touches. None pins
-                everything in `page_tables`.
-
-        Raises:
-            SpecError: a row names a page that this request does not have at that ordinal (any more).
-            LocalProtocolError: the request is closed.
-        """
-        self._advance("use", "pin")
-        wanted = self.page_tables() if tables is None else tables
-        for group_id, row in wanted.items():
-            self._check_own_pages(group_id, row)
-        return PagePin(self._source, wanted)
+        self._require("suspend")
+        if self._history_tokens > capacity_tokens:
+            self.close()
+            return False
+        self.resize(capacity_tokens)
+        self.suspend()
+        return True
 
     def close(self) -> None:
-        """Give all pages back; pinned ones follow when their pins go. Safe to call twice."""
-        was_open = not self.closed
-        self._advance("close", "close")
-        if was_open:
-            # In the order of the ordinals: the run of slots comes back as a run.
-            for group_id, row in self._rows.items():
-                self._source.allocator(group_id).release(valid_slots(row))
-                self._rows[group_id] = empty_row()
-            self._capacity_tokens = self._history_tokens = 0
-            self._growths.clear()
-            self._on_close(self.request_id)
+        """Give all pages back; pinned ones follow when their pins go. What was published stays. Safe to call twice."""
+        if self.closed:
+            return
+        if self._state is RequestState.ACTIVE:
+            if self._publisher is not None:
+                self._publisher.stop()
+            for row in self._rows.values():
+                self._source.cache.release(row.group.pool_group, [slot for _, slot in row.pages()])
+        else:
+            for held in (self._claim if self._held is None else None, self._held):
+                if held is not None:
+                    held.drop()
+        for row in self._rows.values():
+            row.fill(0, row.stale, ())
+        self._state = self._require("close")
+        self._capacity_tokens = self._history_tokens = self._num_blocks = 0
+        self._growths.clear()
+        self._on_close(self.request_id)
+
+    # ---- prefix reuse
+
+    def commit(self, tokens: Sequence[int] | np.ndarray, *, is_end: bool = False) -> None:
+        """Declare the next tokens final and publish every block they fill; the history follows where it is behind.
+
+        The page tables may change: where another request has published the same block, its page takes over.
+
+        Args:
+            tokens: token ids behind those committed so far; their KV must be written.
+            is_end: no more tokens will come, see `stop_committing`.
+
+        Raises:
+            SpecError: more tokens than capacity, or they are no tokens; nothing was changed.
+            LocalProtocolError: the request is not active, takes no part in reuse, or has stopped committing.
+        """
+        self._require("use", "commit")
+        publisher = self._require_publisher()
+        keys = token_bytes(tokens)
+        committed = publisher.committed_tokens + len(keys) // 8
+        if committed > self._capacity_tokens:
+            want = f"at most {self._capacity_tokens - publisher.committed_tokens}, up to the capacity"
+            cure = "resize before tokens are computed, and commit what was computed"
+            raise SpecError(explain(f"request {self.request_id}", "tokens to commit", len(keys) // 8, want, cure))
+        if committed > self._history_tokens:
+            self.resize(history_tokens=committed)
+        publisher.append(keys)
+        if is_end:
+            publisher.stop()
+
+    def stop_committing(self) -> None:
+        """Publish the partial block at the end and commit no more. Idempotent; `close` does it too.
+
+        Raises:
+            LocalProtocolError: the request is not active.
+        """
+        self._require("use", "stop_committing")
+        if self._publisher is not None:
+            self._publisher.stop()
+
+    def mark_written(self, group_id: GroupId, first_token: int, *, sinks: bool = True) -> None:
+        """Say that a group's KV is there from position `first_token` on.
+
+        A group that was not taken over at the match length counts as unwritten below it; a transfer that fills its
+        window, or a drafter that skipped part of the prompt, knows better.
+
+        Args:
+            group_id: the layer group.
+            first_token: nothing before it was written, but perhaps sinks.
+            sinks: whether the group's sink blocks were written.
+
+        Raises:
+            SpecError: a negative position.
+            UnknownLayerError: there is no such group.
+            LocalProtocolError: the request is not active.
+        """
+        self._require("use", "mark_written")
+        if first_token < 0:
+            self._refuse_count("first_token", first_token)
+        group = self._source.layout.group(group_id)
+        sink_tokens = group.sink_blocks * self._source.layout.tokens_per_block if sinks else 0
+        self._rows[group_id].unwritten = Span(min(sink_tokens, first_token), first_token)
+
+    def plan_drop(self) -> PlannedDrop:
+        """Return a handle that drops the window pages at the end of the committed tokens.
+
+        For conversations that will be continued elsewhere: full-attention pages stay useful to others, the window at
+        this very end does not.
+
+        Raises:
+            LocalProtocolError: the request takes no part in reuse, or has not stopped committing.
+        """
+        if self._publisher is None or self._publisher.committing:
+            got = "no part in reuse" if self._publisher is None else "committing"
+            cure = "commit with is_end=True, or stop_committing() first"
+            thing = f"request {self.request_id}"
+            raise LocalProtocolError(explain(thing, "state of its prefix", got, "stopped committing", cure))
+        return PlannedDrop(self._source.cache, self._publisher)
+
+    # ---- integrity
 
     def check_integrity(self) -> None:
         """Check that every block has a page in a group exactly where the group's window still covers it.
 
         Raises:
-            InternalError: it does not, or history, capacity and rows disagree; the text prints the terms.
+            InternalError: it does not, or committed, history, capacity and rows disagree; the text prints the terms.
         """
-        terms = f"0 <= history {self._history_tokens} <= capacity {self._capacity_tokens}, {self.num_blocks} blocks"
-        story = [f"group {group_id}: {row.tolist()}" for group_id, row in self._rows.items()]
-        for group in self._source.layout.groups:
-            expected = np.ones(self.num_blocks, dtype=np.bool_)
-            stale = self._source.stale(group, self._history_tokens)
-            expected[stale.lo : stale.hi] = False
-            if not np.array_equal(self._rows[group.group_id] != NO_PAGE, expected):
-                text = f"request {self.request_id}, group {group.group_id}: pages do not match {terms}, stale {stale}"
+        if self.closed:
+            return
+        committed, history, capacity = self.committed_tokens, self._history_tokens, self._capacity_tokens
+        terms = f"0 <= committed {committed} <= history {history} <= capacity {capacity}, {self.num_blocks} blocks"
+        story = [f"group {group_id}: {row.slots.tolist()}" for group_id, row in self._rows.items()]
+        for row in self._rows.values():
+            stale = self._source.stale(row.group, history)
+            if not rows_match(row, self.num_blocks, stale, active=self._state is RequestState.ACTIVE):
+                text = f"request {self.request_id}, group {row.group.group_id}: pages do not match {terms}, {stale}"
                 raise InternalError(text, story=story)
-        if not 0 <= self._history_tokens <= self._capacity_tokens and not self.closed:
+        if not 0 <= committed <= history <= capacity:
             raise InternalError(f"request {self.request_id}: not {terms}", story=story)
 
-    def _advance(self, event: str, call: str) -> None:
-        after = _TRANSITIONS.get((self._state, event))
-        if after is None:
-            thing, want = f"request {self.request_id}", f"a state that allows {call}()"
-            raise LocalProtocolError(explain(thing, "state", self._state.value, want, "create a new request"))
-        self._state = after
+    def holdings(self) -> HeldPages | PrefixClaim | None:
+        """Return what a suspended request holds, for the manager's integrity check."""
+        return self._claim if self._held is None else self._held
 
-    def _change(self, group_id: GroupId, plan: RowPlan) -> GroupChange:
-        return GroupChange(
-            group_id=group_id,
-            pool_group=self._source.layout.group(group_id).pool_group,
-            dropped=plan.dropped,
-            kept_pages=num_valid(plan.row),
-            needed_pages=len(plan.added),
-        )
+    # ---- inside
 
-    def _check_sizes(self, capacity: int, history: int) -> None:
-        thing = f"request {self.request_id}"
-        if history < self._history_tokens:
-            want = f">= {self._history_tokens}, the history so far"
-            cure = "final tokens stay final: close the request and begin anew"
-            raise SpecError(explain(thing, "history_tokens", history, want, cure))
-        if capacity < history:
-            want = f">= history_tokens={history}"
-            raise SpecError(explain(thing, "capacity_tokens", capacity, want, "keep pages for every final token"))
-        if capacity > self._source.max_capacity_tokens:
-            want = f"<= {self._source.max_capacity_tokens}, a block-table row of the longest sequence"
-            cure = "end the sequence at max_seq_len, or build the manager with a larger one"
-            raise SpecError(explain(thing, "capacity_tokens", capacity, want, cure))
+    def _bring_back(self, thing: str) -> None:
+        cache = self._source.cache
+        if self._held is not None:
+            self._held.take(self._rows, thing)
+        elif self._claim is not None:
+            moves = self._claim.take(self._rows, thing)
+            self._source.copy_pages(moves)
+            self._claim.finish(moves)
+            self._held = HeldPages(cache, {}, {})
 
-    def _check_count(self, name: str, value: int) -> None:
-        if value < 0:
-            raise SpecError(explain(f"request {self.request_id}", name, value, ">= 0 tokens", "pass a count"))
+    def _held_back(self, row: BlockRow, ordinals: Iterable[int]) -> list[int]:
+        publisher = self._publisher
+        return [] if publisher is None else publisher.holds_back(row, ordinals, self._capacity_tokens)
 
-    def _check_own_pages(self, group_id: GroupId, row: SlotRow) -> None:
-        own = self._rows[self._source.layout.group(group_id).group_id]
-        wrong = [i for i, slot in enumerate(row.tolist()) if slot != NO_PAGE and (i >= len(own) or own[i] != slot)]
-        if wrong:
-            thing = f"request {self.request_id}, layer group {group_id}"
-            want = "the page the request has there now"
-            cure = "pin before pages can leave, with rows from page_tables()"
-            raise SpecError(explain(thing, f"pinned page at ordinal {wrong[0]}", int(row[wrong[0]]), want, cure))
+    def _require_publisher(self) -> PrefixPublisher:
+        publisher = self._publisher
+        if publisher is None or not publisher.committing:
+            got = "stopped committing" if publisher else "no part in prefix reuse"
+            cure = "create it with tokens (an empty list looks nothing up), and commit before the end"
+            raise LocalProtocolError(explain(f"request {self.request_id}", "commit()", got, "committing", cure))
+        return publisher

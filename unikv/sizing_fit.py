@@ -79,9 +79,7 @@ def requests_for_bytes(
     return max(0, (memory_bytes - none) // (one - none))
 
 
-def draft_bytes(
-    layout: CacheLayout, requests: int, *, tokens: int, headroom_tokens: int, chunk_tokens: int = 0
-) -> int:
+def draft_bytes(layout: CacheLayout, requests: int, *, tokens: int, headroom_tokens: int, chunk_tokens: int = 0) -> int:
     """Return the bytes of the draft groups' pages when `requests` requests are admitted; no null slots.
 
     With windows this is what every admitted request's window and one chunk take, however long the requests are: the

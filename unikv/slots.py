@@ -1,9 +1,9 @@
-"""Who owns which slot: one allocator per pool group, counted references, and exchanges that happen whole or not at all.
+"""Who owns which slot: one allocator per pool group, with counted references.
 
 One pool group of N slots, at any time::
 
     slot   0      1 ... N-1
-           null   free (recycled, or never used) | used (1 reference per page table or pin that names it)
+           null   free (recycled, or never used) | used (1 reference per page table, pin or cached page that names it)
 
     free + used + null == N
 """
@@ -11,7 +11,7 @@ One pool group of N slots, at any time::
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from unikv.errors import CapacityError, InternalError, SpecError, explain
@@ -30,12 +30,15 @@ class SlotAllocator:
     # The recycled slots are a dict for its order (oldest first) and its quick look-up by slot. Its values are where a
     # "usable only after this event" will be kept once pages are released while a device still reads them.
 
-    def __init__(self, num_slots: int, *, name: str = "pool group 0") -> None:
+    def __init__(
+        self, num_slots: int, *, name: str = "pool group 0", on_change: Callable[[int], None] = lambda _: None
+    ) -> None:
         """Start with every slot free.
 
         Args:
             num_slots: slots that exist, the null slot included.
             name: what messages call this allocator.
+            on_change: called with every kept slot that its keeper alone refers to from now on, or no longer alone.
 
         Raises:
             SpecError: fewer than two slots (the null slot alone serves nobody).
@@ -48,6 +51,8 @@ class SlotAllocator:
         self._recycled: dict[int, None] = {}
         self._next_fresh = NULL_SLOT + 1
         self._references: dict[int, int] = {}
+        self._kept: set[int] = set()
+        self._on_change = on_change
 
     @property
     def num_free(self) -> int:
@@ -70,7 +75,7 @@ class SlotAllocator:
             CapacityError: fewer slots are free; nothing was taken.
         """
         if count > self.num_free:
-            raise _shortage(self, self.name, count, count, self.num_free)
+            raise shortage(self, self.name, count, count, self.num_free)
         taken: list[SlotId] = []
         for _ in range(count):
             taken.append(self._take_next(taken[-1] if taken else None))
@@ -86,7 +91,27 @@ class SlotAllocator:
         wanted = Counter(slots)
         self._check_references(wanted, dict.fromkeys(wanted, 1), "retained")
         for slot, times in wanted.items():
-            self._references[slot] += times
+            before = self._references[slot]
+            self._references[slot] = before + times
+            if before == 1 and slot in self._kept:
+                self._on_change(slot)
+
+    def keep(self, slot: int) -> None:
+        """Add the keeper's reference to `slot`: the cache's, which has at most one.
+
+        Raises:
+            InternalError: the slot is free, or kept already.
+        """
+        if slot in self._kept:
+            cure = "one cached page has one slot"
+            raise InternalError(explain(f"{self.name}, slot {slot}", "keepers", 1, "none before it is kept", cure))
+        self.retain((slot,))
+        self._kept.add(slot)
+
+    def unkeep(self, slot: int) -> None:
+        """Take the keeper's reference from `slot`; it is free where it was the last."""
+        self._kept.remove(slot)
+        self.release((slot,))
 
     def release(self, slots: Iterable[int]) -> None:
         """Take one reference from every slot in `slots`; a slot without references is free again.
@@ -100,6 +125,8 @@ class SlotAllocator:
             left = self._references[slot] - times
             if left:
                 self._references[slot] = left
+                if left == 1 and slot in self._kept:
+                    self._on_change(slot)
             else:
                 del self._references[slot]
                 self._recycled[slot] = None
@@ -163,38 +190,28 @@ class GroupChange:
     needed_pages: int
 
 
-def exchange_slots(
-    allocators: Sequence[SlotAllocator], changes: Sequence[GroupChange], *, thing: str
-) -> list[tuple[SlotId, ...]]:
-    """Release what `changes` give back and allocate what they want, for all groups together or for none.
-
-    Slots given back in the same step count as free, unless somebody else still refers to them.
-
-    Args:
-        allocators: one per pool group.
-        changes: at most one per layer group.
-        thing: whose step it is, for messages ("request 7").
-
-    Returns:
-        The new slots of each change, in the order of `changes`.
+def check_slots(slots: Sequence[int]) -> None:
+    """Check slot counts, one per pool group.
 
     Raises:
-        CapacityError: some pool group cannot serve the step; nothing was released or taken.
+        SpecError: fewer than two slots: the null slot alone serves nobody.
     """
-    for pool_group, allocator in enumerate(allocators):
-        here = [change for change in changes if change.pool_group == pool_group]
-        needed = sum(change.needed_pages for change in here)
-        free = allocator.num_free + allocator.freed_by(slot for change in here for slot in change.dropped)
-        if needed > free:
-            groups = ", ".join(str(change.group_id) for change in here if change.needed_pages)
-            total = needed + sum(change.kept_pages for change in here)
-            raise _shortage(allocator, f"{thing}, layer group {groups}", total, needed, free)
-    for change in changes:
-        allocators[change.pool_group].release(change.dropped)
-    return [allocators[change.pool_group].allocate(change.needed_pages) for change in changes]
+    for pool_group, count in enumerate(slots):
+        if count < 2:
+            cure = "give the pool at least 2 pages: slot 0 stays the null page"
+            raise SpecError(explain(f"pool group {pool_group}", "num_slots", count, ">= 2", cure))
 
 
-def _shortage(allocator: SlotAllocator, thing: str, total: int, needed: int, free: int) -> CapacityError:
+def shortage(allocator: SlotAllocator, thing: str, total: int, needed: int, free: int) -> CapacityError:
+    """Return the error for a step of `thing` that needs more pages than it can get.
+
+    Args:
+        allocator: whose pages they are.
+        thing: whose step it is.
+        total: pages it would have in the end; more than exist can never fit.
+        needed: pages it lacks.
+        free: pages it could get.
+    """
     exist = allocator.num_slots - 1
     if total > exist:
         text = f"{thing}: needs {total} of {exist} pages of {allocator.name}, so it can never fit; "

@@ -10,8 +10,9 @@ from unikv.ids import RequestId
 from unikv.layer_spec import KVLayout
 from unikv.ranges import ceil_div
 from unikv.speculation import SpeculationShape
+from workers.prefix_reuse import open_for_prefill
 from workers.runner_hf import HFRunner
-from workers.speculative import GenerationResult, SpeculativeDecoder
+from workers.speculative import GenerationResult, SpeculativeDecoder, commit_output
 
 
 def run_aggregated(
@@ -23,22 +24,27 @@ def run_aggregated(
     share_draft_kv: bool = True,
     chunk_tokens: int | None = None,
     request_id: int = 0,
+    reuse: bool = False,
 ) -> GenerationResult:
     """Prefill and decode one prompt in the manager that `runner` is bound to.
 
     Args:
         share_draft_kv: False makes the drafter start without the prompt's KV, as when it was not transferred.
         request_id: must not be open in the manager.
+        reuse: take over what the manager has of the prompt, and publish prompt and output.
 
     Raises:
         CapacityError: the pool is too small for the sequence.
     """
-    request = runner.manager.create_request(RequestId(request_id))
+    prompt = tuple(prompt_ids) if reuse else ()
+    request, publish_at = open_for_prefill(runner.manager, RequestId(request_id), prompt)
     try:
-        first = runner.prefill(request, prompt_ids, chunk_tokens=chunk_tokens).first_token
+        first = runner.prefill(request, prompt_ids, chunk_tokens=chunk_tokens, publish_at=publish_at).first_token
         draft_valid_from = 0 if share_draft_kv else len(prompt_ids)
         decoder = SpeculativeDecoder(runner, request, prompt_ids, first, draft_valid_from, max_new_tokens, eos)
-        return decoder.run()
+        result = decoder.run()
+        commit_output(request, prompt_ids, result.tokens, decoder.final_tokens)
+        return result
     finally:
         request.close()
 

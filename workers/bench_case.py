@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from workers.control import PathReport
 from workers.fleet import Death
 from workers.pair_run import PairRun, RunningPair
 from workers.workload import Job, RequestRecord
+
+_LONGEST_FOLDER: Final = 100
 
 Progress = Callable[[str, int, int], None]
 """Called with what is running, how many of it are finished and how many there are."""
@@ -61,9 +64,14 @@ def run_pair(
         finished += 1
         progress(title, finished, len(jobs))
 
-    log_dir = request.log_dir / title if request.log_dir else None
+    log_dir = request.log_dir / _folder_name(title) if request.log_dir else None
     with RunningPair(pair, request.arguments(name, extra), log_dir=log_dir) as running:
         return running.run(jobs, on_finished)
+
+
+def _folder_name(title: str) -> str:
+    """Return a name for the logs of one case that stays below the directory it is put in."""
+    return re.sub(r"[^\w.+, -]", "_", title)[:_LONGEST_FOLDER].lstrip(".") or "case"
 
 
 def pattern_jobs(pair: PairConfig) -> list[Job]:
@@ -127,12 +135,14 @@ def _request_entry(case: str, record: RequestRecord) -> dict[str, Any]:
         "id": record.request_id,
         "case": case,
         "prompt_tokens": record.job.prompt_tokens,
+        "cached_tokens": record.cached_tokens(),
         "bytes": record.bytes,
         "target_bytes": record.bytes - record.draft_bytes,
         "draft_bytes": record.draft_bytes,
         "prefill_s": record.prefill_s,
         "stages": stages,
         "total_s": sum(stages.values()),
+        "exposed_s": record.exposed_s(),
         "gb_per_s": record.bytes / stages["move_s"] / 1e9 if stages["move_s"] else 0.0,
         "ttft_s": record.ttft_s(),
         "verified": verified,

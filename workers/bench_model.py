@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from workers.bench_case import BenchRequest, Progress, case_result, percentile, run_pair
-from workers.config import PairConfig
+from workers.config import HFRunnerConfig, PairConfig
 from workers.config_load import load_pair
 from workers.control import DecodeReport
-from workers.model_reference import Reference, decode_text, model_jobs, run_references
+from workers.model_chat import ChatFormat
+from workers.model_reference import Reference, num_turns, run_references
+from workers.model_store import resolve_model
 from workers.pair_run import PairRun
 from workers.workload import Job, RequestRecord
 
@@ -22,8 +24,7 @@ def run_model_case(
     request: BenchRequest, pair: PairConfig, name: str | None, floor: float, progress: Progress
 ) -> dict[str, Any]:
     """Run one case of a model three times and compare: aggregated, as configured, and without draft KV."""
-    jobs = model_jobs(pair)
-    references = _references(pair, jobs, progress)
+    jobs, references = _references(pair, progress)
     title = name or pair.name
     shared = run_pair(request, pair, name, jobs, progress, label=f"{title}, disaggregated")
     case = case_result(title, pair, shared, shared.records, floor)
@@ -33,16 +34,16 @@ def run_model_case(
     return case
 
 
-def _references(pair: PairConfig, jobs: list[Job], progress: Progress) -> list[Reference]:
-    title, finished = f"{pair.name}, one process (aggregated, generate)", 0
-    progress(title, 0, len(jobs))
+def _references(pair: PairConfig, progress: Progress) -> tuple[list[Job], list[Reference]]:
+    title, finished, total = f"{pair.name}, one process (aggregated, generate)", 0, num_turns(pair)
+    progress(title, 0, total)
 
     def on_finished() -> None:
         nonlocal finished
         finished += 1
-        progress(title, finished, len(jobs))
+        progress(title, finished, total)
 
-    return run_references(pair, jobs, on_finished)
+    return run_references(pair, on_finished)
 
 
 def _run_apart(
@@ -96,9 +97,11 @@ def _add_tokens(
     references: Sequence[Reference],
 ) -> None:
     """Add to every request what was generated and whether it is what one process generates."""
+    assert isinstance(pair.runner, HFRunnerConfig)
+    chat = ChatFormat(resolve_model(pair.runner.model))
     for entry, record, reference in zip(entries, records, references, strict=True):
         entry["tokens"] = list(record.tokens)
-        entry["text"] = decode_text(pair, record.tokens)
+        entry["text"] = chat.text(record.tokens)
         entry["tokens_identical"] = record.tokens == tuple(reference.aggregated.tokens)
         entry["acceptance"] = _share(*_counts([record]))
         entry["acceptance_aggregated"] = reference.aggregated.acceptance

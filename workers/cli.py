@@ -64,7 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _say(error: Exception, code: ExitCode) -> ExitCode:
-    sys.stderr.write(f"unikv: {error}\n")
+    if sys.stderr is not None:  # closed by whoever started us
+        sys.stderr.write(f"unikv: {error}\n")
     return code
 
 

@@ -1,7 +1,4 @@
-"""The commands that run nothing: layout, size, check, plan, pages, presets. They need no GPU, no peer and no torch.
-
-`size` has a file of its own, `workers.cli_size`.
-"""
+"""The commands that run nothing: layout, size, check, plan, pages, presets. They need no GPU, no peer and no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ import typer
 from transfer.gate import require_compatible
 from transfer.hello import Side
 from workers import dry, dry_pair, render
-from workers.cli_answer import answer, check_json, load
+from workers.cli_answers import answer, check_json, load
 from workers.cli_options import CaseOption, ExitCode, JsonOption, PairArgument, SetOption
 from workers.cli_size import size
 from workers.preset_list import presets_report

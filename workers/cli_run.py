@@ -15,7 +15,7 @@ from transfer.hello import Side
 from unikv.errors import ConfigError, explain
 from workers.cli_options import CaseOption, JsonOption, PairArgument, SetOption
 from workers.config_load import load_pair
-from workers.json_output import write_json
+from workers.json_output import check_target, write_json
 
 LogOption = Annotated[Path | None, typer.Option("--log-dir", help="Keep the workers' logs in this directory.")]
 
@@ -98,6 +98,8 @@ def bench(
     from workers.process import set_up_logging  # noqa: PLC0415
     from workers.render_bench import print_result, verdict  # noqa: PLC0415
 
+    if json is not None:
+        check_target(json)
     console = Console(stderr=True) if json == "-" else Console()
     set_up_logging("bench")
     request = BenchRequest(source=pair, overrides=tuple(overrides or ()), case=case, log_dir=log_dir)
@@ -114,15 +116,17 @@ def bench(
 
 def _progress(stack: ExitStack) -> Callable[[str, int, int], None]:
     """Return a callback that shows one bar per thing that runs, on stderr; the bars go when the work is over."""
+    console = Console(stderr=True)
     bar = stack.enter_context(
         Progress(
             SpinnerColumn(),
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
-            console=Console(stderr=True),
+            console=console,
             transient=True,
+            disable=not console.is_terminal,  # else it leaves an empty line in a log
         )
     )
     tasks: dict[str, TaskID] = {}

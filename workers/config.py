@@ -34,6 +34,7 @@ from workers.config_values import (
     checked,
     named,
     one_of,
+    printable,
     problem,
 )
 
@@ -64,7 +65,12 @@ class CurveConfig(Section):
 
 
 class TransferConfig(Section):
-    """How pages move. Both sides use the same."""
+    """How pages move. Both sides use the same.
+
+    Attributes:
+        layer_bands: 0 moves a prompt's pages when all of it is computed; from 1 on they leave while it is computed, in
+            so many bands of layers, and chunk by chunk.
+    """
 
     path: Annotated[PathKind, named(PathKind)] = PathKind.AUTO
     draft_kv: Annotated[DraftKVMode, named(DraftKVMode, spelled={0: "0", 1: "1"})] = DraftKVMode.AUTO
@@ -72,6 +78,7 @@ class TransferConfig(Section):
     checksum: Annotated[str, one_of("off", "page", spelled={False: "off"})] = "off"
     chunk_bytes: Annotated[SizeBytes, Field(ge=1)] = 8 << 20
     timeout_s: Seconds = 60.0
+    layer_bands: Annotated[int, Field(ge=0, le=1024)] = 0
     curve: CurveConfig | None = None
 
     def options(self) -> TransferOptions:
@@ -93,6 +100,7 @@ class HFRunnerConfig(Section):
         draft: None, a directory, ``{"quantize_bits": n}`` or ``{"drop_layers": n}``.
         dtype: of the computation; pages have the dtype of their layers.
         draft_window: attention window in tokens imposed on the drafter.
+        chunk_tokens: tokens of one prefill pass; None runs a prompt in one.
         threads: threads of one tensor operation in each process; None leaves torch's choice.
     """
 
@@ -101,17 +109,25 @@ class HFRunnerConfig(Section):
     draft: DraftSource = None
     dtype: Annotated[str, one_of("float32", "float16", "bfloat16")] = "float32"
     draft_window: Count | None = None
+    chunk_tokens: Count | None = None
     threads: Count | None = 1
 
 
-def _one_text_each(value: object) -> object:
-    if not isinstance(value, list | tuple) or not all(isinstance(text, str) and text.strip() for text in value):
-        raise problem("a list of texts, or a YAML file with one", "start each text with -")
-    return tuple(text.strip() for text in value)
+def _turns(value: object) -> object:
+    """Read prompts: each a text, or a list of texts that follow one another in a conversation."""
+    want = "a list of texts (or of lists of texts, the turns of a conversation), or a YAML file with one"
+    conversations = []
+    for entry in value if isinstance(value, list | tuple) else [None]:
+        turns = entry if isinstance(entry, list | tuple) else [entry]
+        texts = [turn.strip() for turn in turns if isinstance(turn, str) and turn.strip()]
+        if not texts or len(texts) != len(turns):
+            raise problem(want, "start each text with -")
+        conversations.append(tuple(texts))
+    return tuple(conversations)
 
 
 class WorkloadConfig(Section):
-    """What the benchmark asks for. `prompts` are texts, read already where the file named another file."""
+    """What the benchmark asks for. `prompts` are conversations, read already where the file named another file."""
 
     requests: Count = 8
     prompt_tokens: Annotated[tuple[Count, Count], as_tuple("[lowest, highest]", "write [100, 1000]", length=2)] = (
@@ -120,7 +136,7 @@ class WorkloadConfig(Section):
     )
     output_tokens: Count = 32
     concurrency: Count = 4
-    prompts: Annotated[tuple[str, ...], checked(_one_text_each)] | None = None
+    prompts: Annotated[tuple[tuple[str, ...], ...], checked(_turns)] | None = None
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -128,8 +144,8 @@ class WorkloadConfig(Section):
             raise problem("[lowest, highest]", "write the smaller length first", field="prompt_tokens")
         return self
 
-    def texts(self) -> tuple[str, ...]:
-        """Return the prompts, none where lengths are all there is."""
+    def conversations(self) -> tuple[tuple[str, ...], ...]:
+        """Return the prompts, each with the turns that follow it; none where lengths are all there is."""
         return self.prompts or ()
 
 
@@ -167,7 +183,7 @@ class PairConfig(Section):
     internal = frozenset({"source", "case"})
 
     source: str
-    name: Text
+    name: Annotated[Text, checked(printable)]
     case: str | None = None
     context: SideConfig
     generation: SideConfig

@@ -113,4 +113,9 @@ def _written_at(place: Place, origins: Mapping[tuple[str, str], str], missing: S
 
 def _short(value: object) -> object:
     """Keep long values from filling the screen."""
-    return value if isinstance(value, int | float | _Bare) else _Bare(reprlib.repr(value))
+    if isinstance(value, int | float | _Bare):
+        return value
+    try:
+        return _Bare(reprlib.repr(value))
+    except ValueError:  # an integer of thousands of digits is in it
+        return _Bare(f"a value of type {type(value).__name__} too long to show")

@@ -177,10 +177,8 @@ def _check_served(pair: PairConfig, thing: str) -> None:
         ("transfer.curve", moves.curve and moves.curve.model_dump(mode="json"), "null", moves.curve is not None),
     ]
     for side in Side:
-        tier, cp = pair.side(side).host_tier, pair.side(side).parallel.cp
-        found.append((f"{side}.parallel.cp", cp, "1", cp != 1))
-        found.append((f"{side}.host_tier.bytes", tier.bytes, "0", tier.bytes != 0))
-        found.append((f"{side}.host_tier.codec", tier.codec, "none", tier.codec != "none"))
+        config = pair.side(side)
+        found.append((f"{side}.parallel.cp", config.parallel.cp, "1", config.parallel.cp != 1))
     cures = {"transfer.path": "this release carries no nixl path; use auto, direct or zmq"}
     default = "this release does not serve it yet, leave the key out"
     refusals = [explain(thing, key, got, want, cures.get(key, default)) for key, got, want, refused in found if refused]

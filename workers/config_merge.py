@@ -13,14 +13,14 @@ written in             goes to                                         where a s
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import yaml
 
-from unikv.errors import ConfigError, explain
+from unikv.errors import ConfigError, explain, show
+from workers.config_source import parse_yaml
 from workers.config_values import nearest
 
 SIDES: Final = ("context", "generation")
@@ -43,14 +43,14 @@ def parse_override(text: str) -> tuple[str, Any]:
     """Return key and value of ``context.parallel.tp=2``; the value is read as YAML.
 
     Raises:
-        ConfigError: no ``=``, an empty key, or a value that is not YAML.
+        ConfigError: no ``=``, an empty key, or a value that is not strict YAML.
     """
     key, equals, value = text.partition("=")
     if not equals or not key.strip():
         cure = "write for example --set context.parallel.tp=2"
         raise ConfigError(explain("override", "text", text, "KEY=VALUE", cure))
     try:
-        return key.strip(), yaml.safe_load(value)
+        return key.strip(), parse_yaml(value)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         got = f"{value} ({str(error).splitlines()[0]})"
         raise ConfigError(explain(f"override {key}", "value", got, "a YAML value", "quote it")) from None
@@ -152,11 +152,16 @@ def _section(content: Mapping[Any, Any], name: str, thing: str, *, required: boo
 
 
 def _same(ours: Any, theirs: Any) -> bool:
-    # As text: 1 and true are equal in Python, and here they are not.
-    return json.dumps(ours, sort_keys=True, default=str) == json.dumps(theirs, sort_keys=True, default=str)
+    if type(ours) is not type(theirs):  # 1 and true are equal in Python, and here they are not
+        return False
+    if isinstance(ours, dict):
+        return ours.keys() == theirs.keys() and all(_same(value, theirs[key]) for key, value in ours.items())
+    if isinstance(ours, list):
+        return len(ours) == len(theirs) and all(map(_same, ours, theirs))
+    return bool(ours == theirs)
 
 
 def _contradiction(thing: str, key: str, value: Any, other: str, other_value: Any) -> ConfigError:
-    want = f"{value!r} as {key} says"
+    want = f"{show(value)} as {key} says"
     cure = f"set it once: in {key} for both sides, or in each side"
     return ConfigError(explain(thing, other, other_value, want, cure))

@@ -127,7 +127,7 @@ class SpeculativeConfig(Section):
 class PoolConfig(Section):
     """Size of one rank's pools: pages of every pool group (the null page included), or bytes of all together."""
 
-    pages: Annotated[int, Field(strict=True, ge=MIN_POOL_PAGES)] | None = None
+    pages: Annotated[int, Field(strict=True, ge=MIN_POOL_PAGES, le=1 << 48)] | None = None
     bytes: Annotated[SizeBytes, Field(ge=1)] | None = None
 
     @model_validator(mode="after")
@@ -138,7 +138,12 @@ class PoolConfig(Section):
 
 
 class HostTierConfig(Section):
-    """Host memory for pages that leave the device, and how they are stored there."""
+    """Host memory for pages that nobody runs with, and how they are stored there.
+
+    Attributes:
+        bytes: of all host pools of a rank together; 0 for no host tier.
+        codec: "none" or "identity" keep every bit, "fp8" halves 16-bit K and V.
+    """
 
     bytes: SizeBytes = 0
     codec: Annotated[str, one_of("none", "identity", "fp8")] = "none"

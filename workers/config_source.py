@@ -36,8 +36,21 @@ class Document:
     content: dict[Any, Any]
 
 
+MAX_FILE_BYTES: Final = 16 * 1024**2
+"""Longest file that is read; what is longer is no pair file and no list of prompts."""
+MAX_VALUES: Final = 100_000
+"""Most values of a file, those behind an alias counted wherever it stands: a few lines could mean billions."""
+
+
 class _StrictLoader(yaml.SafeLoader):
-    """SafeLoader that refuses a key twice: the last one would win silently."""
+    """SafeLoader that refuses a key twice (the last one would win silently), endless aliases and too many values."""
+
+    def get_single_node(self) -> yaml.Node | None:
+        """Return the file's only document, after counting what its aliases stand for."""
+        node: yaml.Node | None = super().get_single_node()
+        if node is not None:
+            _count_values(node, {}, set())
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         """Return the mapping of `node`; ConstructorError for a key that is there already."""
@@ -48,6 +61,33 @@ class _StrictLoader(yaml.SafeLoader):
                     raise yaml.constructor.ConstructorError(None, None, f"key {key.value!r} twice", key.start_mark)
                 seen.add(key.value)
         return super().construct_mapping(node, deep=deep)
+
+
+def _count_values(node: yaml.Node, known: dict[yaml.Node, int], inside: set[yaml.Node]) -> int:
+    """Return how many values `node` stands for; ConstructorError where they are too many, or contain themselves."""
+    if node in inside:
+        raise yaml.constructor.ConstructorError(None, None, "an alias inside what it names", node.start_mark)
+    if node not in known:
+        parts = node.value if isinstance(node, yaml.CollectionNode) else ()
+        if isinstance(node, yaml.MappingNode):
+            parts = [part for pair in node.value for part in pair]
+        inside.add(node)
+        known[node] = 1 + sum(_count_values(part, known, inside) for part in parts)
+        inside.remove(node)
+    if known[node] > MAX_VALUES:
+        text = f"more than {MAX_VALUES} values, aliases written out"
+        raise yaml.constructor.ConstructorError(None, None, text, node.start_mark)
+    return known[node]
+
+
+def parse_yaml(text: str | bytes) -> Any:
+    """Return what `text` holds, None where it is empty: plain data, every key once, aliases of bounded size.
+
+    Raises:
+        YAMLError, ValueError, RecursionError: it is not such YAML.
+    """
+    # The loader is a SafeLoader: plain data only.
+    return yaml.load(text, Loader=_StrictLoader)  # noqa: S506
 
 
 def preset_names() -> tuple[str, ...]:
@@ -84,11 +124,15 @@ def read_yaml(file: Traversable, thing: str) -> Any:
     """Return what a YAML file holds, None where it is empty.
 
     Raises:
-        ConfigError: it cannot be read, is not UTF-8, not YAML, or has a key twice; with line and column where known.
+        ConfigError: it cannot be read, is not UTF-8, not YAML, has a key twice or too many values; with line
+            and column where known.
     """
     try:
-        # The loader is a SafeLoader: plain data only.
-        return yaml.load(file.read_bytes(), Loader=_StrictLoader)  # noqa: S506
+        with file.open("rb") as stream:
+            content = stream.read(MAX_FILE_BYTES + 1)
+        if len(content) > MAX_FILE_BYTES:
+            raise ValueError(f"more than {MAX_FILE_BYTES} bytes")
+        return parse_yaml(content)
     except OSError as error:
         reason = error.strerror or str(error)
         raise ConfigError(explain(thing, "file", reason, "a readable file", "check its name and rights")) from None
@@ -116,11 +160,14 @@ def read_prompts(folder: Traversable, name: str, thing: str) -> list[Any]:
 
 
 def _check_there(source: str, path: Path) -> None:
-    if path.is_file():
-        return
+    try:
+        if path.is_file():
+            return
+        got = "a directory" if path.is_dir() else "not a regular file" if path.exists() else "missing"
+    except OSError as error:  # for example a name that is too long
+        got = error.strerror or str(error)
     names = preset_names()
     close = nearest(source, names)
     cure = f"did you mean {close!r}?" if close else "check the path"
-    got = "a directory" if path.is_dir() else "missing"
     want = f"a file, or one of the presets {', '.join(names)}"
     raise ConfigError(explain(f"pair file {source}", "file", got, want, cure))

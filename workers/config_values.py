@@ -20,6 +20,7 @@ PROBLEM: Final = "unikv_problem"
 below the place of the error that is wrong) or ``unknown`` (a key that should not be there)."""
 
 _SIZE: Final = re.compile(r"(\d{1,18}(?:\.\d{1,9})?)\s*([A-Za-z]*)", re.ASCII)
+_LONGEST_KEY: Final = 100
 _DRAFT_LIMITS: Final = {"quantize_bits": (2, 8), "drop_layers": (1, 1 << 16)}
 
 
@@ -32,12 +33,29 @@ def unknown_key(key: object, known: Sequence[str]) -> PydanticCustomError:
     """Return the error for a key that means nothing here; it names the nearest one that does."""
     close = nearest(key, known)
     cure = f"did you mean {close!r}?" if close else "remove it"
-    return problem(f"one of {', '.join(known)}", cure, unknown=str(key))
+    return problem(f"one of {', '.join(known)}", cure, unknown=_shown_key(key))
+
+
+def _shown_key(key: object) -> str:
+    """Return a key as messages show it: on one line, without what a terminal would obey."""
+    text = str(key)
+    return text[:_LONGEST_KEY] if text.isprintable() else ascii(text[:_LONGEST_KEY])
+
+
+def printable(value: object) -> object:
+    """Return `value` as it is, after refusing text with control characters: it goes to terminals and file names.
+
+    Raises:
+        PydanticCustomError: it has some.
+    """
+    if isinstance(value, str) and not value.isprintable():
+        raise problem("text without control characters", "leave them out")
+    return value
 
 
 def nearest(word: object, known: Iterable[str]) -> str | None:
     """Return the one of `known` most like `word`, None where none is alike."""
-    return next(iter(get_close_matches(str(word), list(known), n=1, cutoff=0.5)), None)
+    return next(iter(get_close_matches(str(word)[:_LONGEST_KEY], list(known), n=1, cutoff=0.5)), None)
 
 
 def parse_size_bytes(value: object) -> int:

@@ -113,13 +113,19 @@ class LegRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptReport:
-    """A context rank is finished with a request. `reason` is empty on success."""
+    """A context rank is finished with a request.
+
+    Attributes:
+        reason: empty on success.
+        cached_tokens: leading tokens of the prompt that were not computed again.
+    """
 
     request_id: RequestId
     rank: int
     reason: str
     prefill_s: float
     evidence: EvidenceReport | None
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +136,7 @@ class DecodeReport:
         reason: empty on success.
         usable_s: when the pages became usable, on the monotonic clock of the host; 0 where they did not.
         settle_s: from the last context rank's last word to usable pages.
+        cached_tokens: leading tokens of the prompt that every layer group had already, in whole blocks.
         decode_s: time spent decoding.
         accepted_lengths: accepted draft tokens of every speculative step.
     """
@@ -139,6 +146,7 @@ class DecodeReport:
     reason: str
     usable_s: float = 0.0
     settle_s: float = 0.0
+    cached_tokens: int = 0
     verify_s: float = 0.0
     decode_s: float = 0.0
     tokens: tuple[int, ...] = ()

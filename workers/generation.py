@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from transfer.gate_report import DraftKV
 from transfer.generation_endpoint import ContextInstance
 from transfer.hello import Side
 from transfer.outcome import Outcome, TransferHandle
 from unikv.errors import CapacityError, InternalError, LocalProtocolError, explain
-from unikv.ids import RequestId
+from unikv.ids import GroupId, RequestId
+from unikv.layer_spec import LayerOwner
 from unikv.request import KVCacheRequest
 from workers.control import DecodeReport, LegRecord, PathReport, Ready, RunDecode
 from workers.evidence_report import evidence_report
+from workers.prefix_reuse import open_for_decode, taken_over_tokens, without
 from workers.rank_runtime import RankRuntime
 from workers.rendezvous import Rendezvous
 from workers.runner import Decoded, Evidence, Runner, Tables
@@ -30,6 +32,7 @@ class _Receiving:
     tables: Tables
     handle: TransferHandle
     asked_s: float
+    cached_tokens: dict[GroupId, int]
     reported: bool = False
 
 
@@ -100,24 +103,26 @@ class GenerationWorker(Worker[RunDecode]):
 
     def take(self, work: RunDecode) -> bool:
         """Reserve pages for the prompt and the first step, and ask for the request."""
-        request = self.runtime.manager.create_request(work.request_id)
+        manager, request = self.runtime.manager, None
         try:
+            request = open_for_decode(manager, work.request_id, work.prompt)
+            cached = taken_over_tokens(manager, request)
             request.resize(self.capacity_tokens(work), work.prompt_tokens)
-            tables, asked_s = request.page_tables(), now_s()
+            tables, asked_s = without(request.page_tables(), cached, manager.layout.tokens_per_block), now_s()
             handle = self._endpoint.receive(work.request_id, tables, work.prompt_tokens, instance=self.instance)
         except InternalError:
             raise  # ours is broken, not the request
         except CapacityError as error:
-            request.close()
+            _close(request)
             if self._receiving and not error.permanent:
                 return False
             self.refuse(work, describe(error, self._name("request")))
             return True
         except Exception as error:
-            request.close()
+            _close(request)
             self.refuse(work, describe(error, self._name("request")))
             return True
-        self._receiving[work.request_id] = _Receiving(work, request, tables, handle, asked_s)
+        self._receiving[work.request_id] = _Receiving(work, request, tables, handle, asked_s, cached)
         return True
 
     def refuse(self, work: RunDecode, reason: str) -> None:
@@ -173,6 +178,7 @@ class GenerationWorker(Worker[RunDecode]):
                 reason="",
                 usable_s=receiving.asked_s + outcome.total_s,
                 settle_s=outcome.settle_s,
+                cached_tokens=min(receiving.cached_tokens.values(), default=0),
                 verify_s=verified_s - started_s,
                 decode_s=now_s() - verified_s,
                 tokens=decoded.tokens,
@@ -186,7 +192,8 @@ class GenerationWorker(Worker[RunDecode]):
         )
 
     def _examine(self, receiving: _Receiving) -> Evidence:
-        return self.runner.examine(self.prompt_pages(receiving.work, receiving.tables), with_draft=self.draft_travels)
+        pages = replace(self.prompt_pages(receiving.work, receiving.tables), cached_tokens=receiving.cached_tokens)
+        return self.runner.examine(pages, with_draft=self.draft_travels)
 
     def _decode(self, receiving: _Receiving, outcome: Outcome) -> Decoded:
         """Decode from the first token the context side sent; a pipeline stage without one has nothing to decode."""
@@ -194,9 +201,22 @@ class GenerationWorker(Worker[RunDecode]):
         if aux is None or not aux.first_tokens:
             return Decoded()
         draft_valid_from = 0 if self.draft_travels else work.prompt_tokens
+        self._mark_written(receiving)
         return self.runner.decode(
             receiving.request, work.prompt, aux.first_tokens[0], draft_valid_from, work.max_new_tokens
         )
+
+    def _mark_written(self, receiving: _Receiving) -> None:
+        """Say which KV is in the pages, so that what is published of them is true."""
+        request, prompt_tokens = receiving.request, receiving.work.prompt_tokens
+        taken = {s.group_id: s.endpoint_tokens for s in request.reuse_status() if s.complete}
+        for group in self.runtime.manager.layout.groups:
+            had = taken.get(group.group_id, 0)
+            first = 0 if group.window is None else max(0, prompt_tokens + 1 - group.window)
+            if group.owner is LayerOwner.DRAFT and not self.draft_travels:
+                request.mark_written(group.group_id, prompt_tokens, sinks=False)
+            elif first > had or not had:
+                request.mark_written(group.group_id, first)
 
     def _free(self, receiving: _Receiving) -> None:
         """Give the pages back; nobody touches them any more."""
@@ -218,3 +238,8 @@ def _legs(outcome: Outcome) -> tuple[LegRecord, ...]:
         LegRecord(peer=leg.peer, path=leg.path, bytes=leg.bytes, draft_bytes=leg.draft_bytes, times=leg.times)
         for leg in outcome.legs
     )
+
+
+def _close(request: KVCacheRequest | None) -> None:
+    if request is not None:
+        request.close()

@@ -16,7 +16,9 @@ came: it then sees only what it wrote itself, at the true positions.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -29,6 +31,7 @@ from unikv.layer_spec import KVDtype, KVLayout
 from unikv.ranges import ceil_div
 from unikv.request import KVCacheRequest
 from workers.hf_specs import AttentionPlan
+from workers.runner import OnLayer
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +61,13 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc, no-untyped-call, unused
 
     supports_early_init = False
 
-    def __init__(self, buffers: torch.Tensor, kv_layout: KVLayout, window: int | None) -> None:
+    def __init__(
+        self,
+        buffers: torch.Tensor,
+        kv_layout: KVLayout,
+        window: int | None,
+        on_written: Callable[[int], None] | None = None,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
         order = (1, 2, 0, 3, 4) if kv_layout is KVLayout.HND else (1, 3, 0, 2, 4)
         self._pages = buffers.permute(order)  # [2, heads, N, tpb, head_dim] whichever way it is stored
@@ -67,6 +76,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc, no-untyped-call, unused
         self.window = window
         self.is_sliding = window is not None
         self._step: _Step | None = None
+        self._on_written = on_written
 
     @property
     def step(self) -> _Step:
@@ -105,6 +115,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc, no-untyped-call, unused
                 raise SpecError(explain("paged cache", "K/V shape", tuple(states.shape), f"{want}", cure))
             stored = states[0].to(self._pages.dtype).view(self._cells.dtype)
             self._cells[lane][:, step.write_slots, step.write_offsets] = stored
+        if self._on_written is not None:
+            self._on_written(step.end)
         # [2, heads, blocks, tpb, head_dim] in one pass over the pages
         gathered = self._cells.index_select(2, step.read_slots).view(self._pages.dtype)
         lanes = gathered.flatten(2, 3)[:, :, step.skip : step.skip + step.end - step.start]
@@ -134,13 +146,20 @@ class PagedKVCache(Cache):  # type: ignore[misc, unused-ignore]  # partly typed
         manager: whose pages hold the layers of `plan`.
         request: an open request of `manager`.
         valid_from: first position whose KV exists; earlier positions are never read.
+        on_layer: called whenever a pass has written a layer, with the layer's id and how many tokens it has now.
 
     Raises:
         SpecError: a layer stores anything but plain K and V.
     """
 
     def __init__(
-        self, manager: UnifiedKVCacheManager, request: KVCacheRequest, plan: AttentionPlan, *, valid_from: int = 0
+        self,
+        manager: UnifiedKVCacheManager,
+        request: KVCacheRequest,
+        plan: AttentionPlan,
+        *,
+        valid_from: int = 0,
+        on_layer: OnLayer | None = None,
     ) -> None:
         self._request = request
         self._tokens_per_block = manager.layout.tokens_per_block
@@ -150,8 +169,9 @@ class PagedKVCache(Cache):  # type: ignore[misc, unused-ignore]  # partly typed
         kv_layout = manager.layout.kv_layout
         buffers = [_plain_buffers(manager, layer_id) for layer_id in plan.layer_ids]
         self._device = buffers[0].device
-        places = zip(buffers, plan.windows, strict=True)
-        self._paged = tuple(PagedLayer(pages, kv_layout, window) for pages, window in places)
+        written = [None if on_layer is None else partial(on_layer, layer_id) for layer_id in plan.layer_ids]
+        places = zip(buffers, plan.windows, written, strict=True)
+        self._paged = tuple(PagedLayer(pages, kv_layout, window, told) for pages, window, told in places)
         super().__init__(layers=list(self._paged))
 
     def begin(self, position: int, tokens: int) -> None:

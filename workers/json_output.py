@@ -61,17 +61,35 @@ def check_target(target: str) -> None:
     """Check that a result can be written to `target`, before the work is done.
 
     Raises:
-        ConfigError: a directory, a place in a directory that is not there, or what looks like a pair file.
+        ConfigError: a directory, a place where nothing can be written, or what looks like a pair file.
     """
     path = Path(target)
     if target == STDOUT:
+        if sys.stdout is None:
+            raise ConfigError(explain("result", _OPTION, "stdout, which is closed", "an open one", "name a file"))
         return
-    if path.is_dir() or not path.parent.is_dir():
-        want = "a file in a directory that exists"
-        raise ConfigError(explain("result", _OPTION, target, want, "create the directory, or name another file"))
+    reason = _refusal(path)
+    if reason:
+        want, cure = f"a file that can be written ({reason})", "create the directory, or name another file"
+        raise ConfigError(explain("result", _OPTION, target, want, cure))
     if _looks_like_pair(target):
         want = "a name that is not a pair file's"
         raise ConfigError(explain("result", _OPTION, target, want, "end it in .json; a pair file follows a space"))
+
+
+def _refusal(path: Path) -> str:
+    """Return why no file can be written at `path`, "" where one can. A file that was not there is not there after."""
+    try:
+        if path.exists() and not path.is_dir() and not path.is_file():
+            return ""  # a pipe or a device: opening it could wait for its reader
+        is_new = not path.exists()
+        with path.open("ab"):
+            pass
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
 
 
 def write_json(result: Mapping[str, Any], target: str) -> None:

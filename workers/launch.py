@@ -11,6 +11,7 @@ from typing import Final
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from workers.config import PairConfig
 from workers.fleet import Death
@@ -55,11 +56,11 @@ def _obituary(death: Death) -> str:
 
 
 def _table(running: RunningPair) -> Table:
-    table = Table(title=f"{running.pair.name}: draft KV {running.draft_kv or 'off'}", title_justify="left")
+    table = Table(title=Text(f"{running.pair.name}: draft KV {running.draft_kv or 'off'}"), title_justify="left")
     for name in ("context rank", "generation rank", "path", "reason"):
         table.add_column(name)
     for path in running.paths:
-        table.add_row(str(path.context_rank), str(path.generation_rank), path.path, path.reason)
+        table.add_row(str(path.context_rank), str(path.generation_rank), path.path, Text(path.reason))
     return table
 
 

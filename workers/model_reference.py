@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-
-from transformers import AutoTokenizer
 
 from transfer.hello import ParallelPosition, Side
 from unikv.cache_manager import UnifiedKVCacheManager
 from unikv.errors import ConfigError, explain
 from workers.aggregated import run_aggregated
 from workers.config import HFRunnerConfig, PairConfig
+from workers.model_chat import ChatFormat
 from workers.model_store import resolve_model
 from workers.model_worker import load_runner
 from workers.runner_hf import HFRunner
@@ -34,36 +34,46 @@ class Reference:
     generated: tuple[int, ...] | None
 
 
-def model_jobs(pair: PairConfig) -> list[Job]:
-    """Return the workload's prompts as token ids, through the model's chat template where it has one.
+def num_turns(pair: PairConfig) -> int:
+    """Return how many prompts the workload has.
+
+    Raises:
+        ConfigError: none.
+    """
+    turns = sum(map(len, pair.workload.conversations()))
+    if not turns:
+        raise ConfigError(explain(pair.source, "workload.prompts", "nothing", "at least one prompt", "add prompts"))
+    return turns
+
+
+def run_references(pair: PairConfig, on_finished: Callable[[], None]) -> tuple[list[Job], list[Reference]]:
+    """Run the workload in this process, with the pair's own cache settings; calls `on_finished` after each turn.
+
+    Returns:
+        The prompts as jobs, where a later turn of a conversation continues what was generated, and their references.
 
     Raises:
         ConfigError: no prompts, or one that is too long for ``max_seq_len``.
     """
     assert isinstance(pair.runner, HFRunnerConfig)
-    tokenizer = AutoTokenizer.from_pretrained(resolve_model(pair.runner.model))
-    limit = pair.context.max_seq_len - pair.workload.output_tokens
-    jobs = []
-    for number, text in enumerate(pair.workload.texts(), start=1):
-        ids = _encode(tokenizer, text)
-        if not 0 < len(ids) <= limit:
-            want = f"1 to {limit} tokens (max_seq_len less output_tokens)"
-            raise ConfigError(explain(f"prompt {number}", "length", f"{len(ids)} tokens", want, "shorten it"))
-        jobs.append(Job(prompt=ids, prompt_tokens=len(ids), max_new_tokens=pair.workload.output_tokens))
-    if not jobs:
-        raise ConfigError(explain(pair.source, "workload.prompts", "nothing", "at least one prompt", "add prompts"))
-    return jobs
+    num_turns(pair)
+    chat, jobs, references = ChatFormat(resolve_model(pair.runner.model)), list[Job](), list[Reference]()
+    with _own_cache(pair) as runner:
+        for turns in pair.workload.conversations():
+            for number, text in enumerate(turns):
+                after = len(jobs) - 1 if number else None
+                if after is None:
+                    prompt = chat.first(text)
+                else:
+                    prompt = chat.following(jobs[after].prompt, references[after].aggregated.tokens, text)
+                jobs.append(_job(pair, len(jobs) + 1, prompt, after))
+                references.append(_reference(runner, jobs[-1], pair.runner))
+                on_finished()
+    return jobs, references
 
 
-def decode_text(pair: PairConfig, tokens: tuple[int, ...]) -> str:
-    """Return the text of `tokens`."""
-    assert isinstance(pair.runner, HFRunnerConfig)
-    tokenizer = AutoTokenizer.from_pretrained(resolve_model(pair.runner.model))
-    return str(tokenizer.decode(list(tokens), skip_special_tokens=True))
-
-
-def run_references(pair: PairConfig, jobs: list[Job], on_finished: Callable[[], None]) -> list[Reference]:
-    """Run every job in this process, with the pair's own cache settings; calls `on_finished` after each."""
+@contextmanager
+def _own_cache(pair: PairConfig) -> Iterator[HFRunner]:
     assert isinstance(pair.runner, HFRunnerConfig)
     side = pair.side(Side.GENERATION)
     runner = load_runner(pair.runner, side)
@@ -77,28 +87,25 @@ def run_references(pair: PairConfig, jobs: list[Job], on_finished: Callable[[], 
     )
     try:
         runner.bind(manager)
-        references = []
-        for job in jobs:
-            references.append(_reference(runner, job, exact=pair.runner.dtype == "float32"))
-            on_finished()
-        return references
+        yield runner
     finally:
         manager.close()
 
 
-def _reference(runner: HFRunner, job: Job, *, exact: bool) -> Reference:
-    eos = runner.eos_token_ids
-    aggregated = run_aggregated(runner, job.prompt, max_new_tokens=job.max_new_tokens, eos=eos)
-    generated = runner.reference_generate(job.prompt, max_new_tokens=job.max_new_tokens, eos=eos) if exact else None
+def _job(pair: PairConfig, number: int, prompt: tuple[int, ...], after: int | None) -> Job:
+    limit = pair.context.max_seq_len - pair.workload.output_tokens
+    if not 0 < len(prompt) <= limit:
+        want = f"1 to {limit} tokens (max_seq_len less output_tokens)"
+        raise ConfigError(explain(f"prompt {number}", "length", f"{len(prompt)} tokens", want, "shorten it"))
+    output_tokens = pair.workload.output_tokens
+    return Job(prompt=prompt, prompt_tokens=len(prompt), max_new_tokens=output_tokens, after=after)
+
+
+def _reference(runner: HFRunner, job: Job, config: HFRunnerConfig) -> Reference:
+    eos, longest = runner.eos_token_ids, job.max_new_tokens
+    aggregated = run_aggregated(
+        runner, job.prompt, max_new_tokens=longest, eos=eos, reuse=True, chunk_tokens=config.chunk_tokens
+    )
+    exact = config.dtype == "float32"
+    generated = runner.reference_generate(job.prompt, max_new_tokens=longest, eos=eos) if exact else None
     return Reference(aggregated=aggregated, generated=generated)
-
-
-def _encode(tokenizer: object, text: str) -> tuple[int, ...]:
-    if getattr(tokenizer, "chat_template", None):
-        chat = [{"role": "user", "content": text}]
-        encoded = tokenizer.apply_chat_template(  # type: ignore[attr-defined]
-            chat, add_generation_prompt=True, tokenize=True, return_dict=True
-        )
-    else:
-        encoded = tokenizer(text)  # type: ignore[operator]
-    return tuple(int(token) for token in encoded["input_ids"])

@@ -12,9 +12,9 @@ from workers.config import HFRunnerConfig, SideConfig
 from workers.evidence import digest_pages
 from workers.model_store import resolve_model
 from workers.page_bytes import Bytes
-from workers.runner import Decoded, Evidence, PromptPages, Tables
+from workers.runner import Decoded, Evidence, OnLayer, PromptPages, Tables
 from workers.runner_hf import HFRunner
-from workers.speculative import SpeculativeDecoder
+from workers.speculative import SpeculativeDecoder, commit_output
 
 
 def load_runner(config: HFRunnerConfig, side: SideConfig) -> HFRunner:
@@ -38,8 +38,8 @@ class ModelRunner:
 
     background = False
 
-    def __init__(self, model: HFRunner) -> None:
-        self._model = model
+    def __init__(self, model: HFRunner, *, chunk_tokens: int | None = None) -> None:
+        self._model, self._chunk_tokens = model, chunk_tokens
         self._card: RankCard | None = None
         self._arrays: list[Bytes] = []
 
@@ -53,9 +53,18 @@ class ModelRunner:
         self._card = card
         self._arrays = [manager.pools.numpy(storage) for storage in range(len(card.storages))]
 
-    def prefill(self, request: KVCacheRequest, prompt: tuple[int, ...], prompt_tokens: int) -> AuxData:
+    def prefill(
+        self,
+        request: KVCacheRequest,
+        prompt: tuple[int, ...],
+        prompt_tokens: int,
+        publish_at: int | None = None,
+        on_layer: OnLayer | None = None,
+    ) -> AuxData:
         """Run target and drafter over the prompt."""
-        result = self._model.prefill(request, prompt)
+        result = self._model.prefill(
+            request, prompt, chunk_tokens=self._chunk_tokens, publish_at=publish_at, on_layer=on_layer
+        )
         return AuxData(
             first_tokens=(result.first_token,), draft_tokens=result.draft_tokens, prompt_tokens=prompt_tokens
         )
@@ -73,7 +82,9 @@ class ModelRunner:
     ) -> Decoded:
         """Decode speculatively from the request's pages."""
         eos = self._model.eos_token_ids
-        result = SpeculativeDecoder(self._model, request, prompt, first_token, draft_valid_from, max_new, eos).run()
+        decoder = SpeculativeDecoder(self._model, request, prompt, first_token, draft_valid_from, max_new, eos)
+        result = decoder.run()
+        commit_output(request, prompt, result.tokens, decoder.final_tokens)
         return Decoded(
             tokens=result.tokens,
             steps=result.steps,

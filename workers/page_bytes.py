@@ -85,7 +85,9 @@ def buffer_bytes(card: RankCard, arrays: Sequence[Bytes]) -> Iterator[BufferByte
                 role=entry.role,
                 group_id=view.group_id,
                 heads=view.heads,
-                pages=_pages(arrays[pool.storage], view, entry, pool.slot_stride_bytes, pool.num_slots),
+                pages=_pages(
+                    arrays[pool.storage][pool.offset_bytes :], view, entry, pool.slot_stride_bytes, pool.num_slots
+                ),
             )
 
 
@@ -94,7 +96,11 @@ def live_units(card: RankCard, group_id: GroupId, pages: PromptPages) -> LiveUni
     group, unit = card.group(group_id), pages.unit_tokens
     subs = card.tokens_per_block // unit
     units = live_ordinals(
-        pages.prompt_tokens, tokens_per_block=unit, window=group.window, sink_blocks=group.sink_blocks * subs
+        pages.prompt_tokens,
+        tokens_per_block=unit,
+        window=group.window,
+        sink_blocks=group.sink_blocks * subs,
+        cached_tokens=pages.cached_tokens.get(group_id, 0),
     )
     slots = _slots(pages.tables[group_id], units // np.int32(subs))
     there = slots != NO_PAGE

@@ -17,7 +17,7 @@ from workers.config import PairConfig
 from workers.control import PathReport, Stop
 from workers.fleet import Death, FleetManager
 from workers.rendezvous import Rendezvous
-from workers.topology import dry_cards, positions
+from workers.topology import check_device, dry_cards, positions
 from workers.workload import Job, RequestRecord, WorkloadDriver
 
 ATTACH_S: Final = 120.0
@@ -40,8 +40,11 @@ def judge(pair: PairConfig) -> GateReport:
     """Run the gate before anything starts.
 
     Raises:
+        ConfigError: a side wants a device that no worker can be started on.
         IncompatiblePeerError: the two sides do not fit; the text has every failed check.
     """
+    for side in Side:
+        check_device(pair.side(side))
     report = check_instances(dry_cards(pair, Side.CONTEXT), dry_cards(pair, Side.GENERATION))
     require_compatible(report)
     return report

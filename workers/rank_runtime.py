@@ -18,9 +18,30 @@ from unikv.cache_manager import UnifiedKVCacheManager
 from unikv.errors import ConfigError, explain
 from workers.config import PairConfig, SideConfig
 from workers.runner import Runner
-from workers.topology import pool_budget, positions, rank_card, rank_specs, speculation_shape
+from workers.topology import (
+    check_device,
+    host_tier_options,
+    pool_budget,
+    positions,
+    rank_card,
+    rank_specs,
+    speculation_shape,
+)
 
 _log = logging.getLogger(__name__)
+
+
+def check_rank(pair: PairConfig, side: Side, rank: int) -> None:
+    """Refuse a rank that cannot be served, which nobody should have to wait for a rendezvous to hear.
+
+    Raises:
+        ConfigError: no such rank, or a device this release cannot serve.
+    """
+    config = pair.side(side)
+    if not 0 <= rank < config.parallel.world_size:
+        want = f"in [0, {config.parallel.world_size})"
+        raise ConfigError(explain(f"{side} worker", "rank", rank, want, "match parallel in the pair file"))
+    check_device(config)
 
 
 class RankRuntime:
@@ -39,15 +60,9 @@ class RankRuntime:
         Raises:
             ConfigError: no such rank, or a device this release cannot serve.
         """
+        check_rank(pair, side, rank)
         config = pair.side(side)
-        everyone = positions(config)
-        if not 0 <= rank < len(everyone):
-            want = f"in [0, {len(everyone)})"
-            raise ConfigError(explain(f"{side} worker", "rank", rank, want, "match parallel in the pair file"))
-        if config.device != "cpu":
-            cure = "set device: cpu; the device copier is not part of this release"
-            raise ConfigError(explain(f"{side} worker", "device", config.device, "cpu", cure))
-        self.pair, self.side, self.position = pair, side, everyone[rank]
+        self.pair, self.side, self.position = pair, side, positions(config)[rank]
         self._stack = ExitStack()
         try:
             self._bring_up(config, instance)
@@ -104,6 +119,7 @@ class RankRuntime:
             pool=pool_budget(config),
             kv_layout=config.kv_layout,
             speculation=speculation_shape(config),
+            host_tier=host_tier_options(config),
         )
         self._stack.callback(self.manager.close)
         _log.info("%s rank %d: cache of %d bytes", self.side, self.rank, self._pool_bytes())

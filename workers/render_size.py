@@ -1,106 +1,105 @@
-"""The plan of a model's cache for a person: 80 columns."""
+"""The answers of `unikv size`, for a person."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from workers.render import size_text
-
-Result = Mapping[str, Any]
+from workers.render import Result, size_text, table, window_text
 
 
-def model_size(result: Result) -> RenderableType:
-    """Show what the model keeps, what requests cost, and what fits."""
-    lines = [_model("target", result["target"])]
-    if result["draft"] is not None:
-        lines.append(_model("draft", result["draft"]))
-    return Group(*lines, _load(result), _costs(result), _groups(result), *_answers(result))
+def pair(result: Result) -> RenderableType:
+    """Show costs, what a load takes in whole pages, and what fits."""
+    title = f"{result['side']} rank {result['rank']}: {result['tokens']:,} tokens in {result['requests']:,} request(s)"
+    costs = table("", "what", "bytes", "", header=False)
+    rows = [
+        ("per token, layers without a window", result["bytes_per_token"]),
+        ("per token in prefill, all layers", result["context_bytes_per_token"]),
+        ("per request, windows and sinks", result["fixed_bytes_per_request"]),
+        ("the load, not rounded to pages", result["quota_bytes"]),
+    ]
+    if result["tokens_per_request"]:
+        rows.append((f"the load in whole pages, {result['headroom_tokens']} tokens ahead", result["resident_bytes"]))
+    for name, value in (*rows, ("pools of the pair file", result["pool_bytes"])):
+        costs.add_row(name, f"{value:,}", size_text(value))
+    return Group(Text(title, style="bold"), costs, *_fits(result), *_one_request(result))
 
 
-def _model(name: str, model: Result) -> Text:
-    heads = f"{model['kv_heads']} KV head(s)"
-    if model["local_kv_heads"] != model["kv_heads"]:
-        heads += f", {model['local_kv_heads']} here"
-    kind = "" if model["kv_factor"] == 2 else ", keys only"
-    windows = ", ".join(
-        f"{part['layers']} of {'full attention' if part['window'] is None else 'window ' + format(part['window'], ',')}"
-        for part in model["windows"]
-    )
-    text = f"{name}: {model['model_type']}, {model['layers']} layer(s) ({windows}), {heads} x {model['head_dim']}"
-    return Text(f"{text}, {model['dtype']}{kind}")
-
-
-def _load(result: Result) -> Text:
-    text = f"tp {result['tp']}, {result['tokens_per_block']} tokens per block, up to {result['max_seq_len']:,} tokens"
+def model(result: Result) -> RenderableType:
+    """Show what requests cost and how many fit, with the drafter and without."""
+    head = f"{result['model']}: requests of {result['tokens']:,} tokens in {size_text(result['memory_bytes'])} "
+    head += f"per rank, tp {result['tp']}, {result['tokens_per_block']} tokens per block"
     if result["draft_tokens"]:
-        text += f", {result['draft_tokens']} drafts a step"
-    if result["iteration_tokens"]:
-        text += f", {result['iteration_tokens']:,} tokens in prefill"
-    return Text(f"{text}. Per rank:")
+        head += f", {result['draft_tokens']} drafts a step"
+    layers = table("Layers of the models", "owner", "layers", "windows", "KV heads", "head dim", "stores", "dtype")
+    for entry in result["layers"]:
+        stored = "K and V" if entry["kv_factor"] == 2 else "latent"
+        windows = ", ".join(f"{part['layers']} x {window_text(part['window'])}" for part in entry["windows"])
+        heads = f"{entry['local_kv_heads']} of {entry['kv_heads']}"
+        layers.add_row(
+            entry["owner"], str(entry["count"]), windows, heads, str(entry["head_dim"]), stored, entry["dtype"]
+        )
+    note = "in whole pages, drafts and null pages included; weights and activations are not"
+    return Group(Text(head, style="bold"), layers, _needs(result), *_groups(result), Text(note, style="dim"))
 
 
-def _costs(result: Result) -> Table:
-    cases = [("with drafter", result["with_draft"]), ("target alone", result["without_draft"])]
-    cases = [(name, case) for name, case in cases if case is not None]
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column(f"requests of {result['tokens_per_request']:,} tokens", overflow="fold")
-    for name, _ in cases:
-        table.add_column(name, justify="right")
-    asked = result["requests"]
+def _needs(result: Result) -> Table:
+    named = (("with the drafter", result["with_draft"]), ("target alone", result["without_draft"]))
+    cases = [(name, case) for name, case in named if case is not None]
+    needs = table("What fits, per rank", "", *(name for name, _ in cases))
+    for column in needs.columns[1:]:
+        column.justify = "right"
     for name, key, show in (
         ("bytes per token, layers without a window", "bytes_per_token", _count),
-        ("bytes per token, all layers", "context_bytes_per_token", _count),
-        ("windows and sinks of a request", "fixed_bytes_per_request", size_text),
-        ("one request, in whole pages", "bytes_per_request", size_text),
+        ("bytes per token in prefill, all layers", "context_bytes_per_token", _count),
+        ("bytes per request, windows and sinks", "fixed_bytes_per_request", size_text),
+        ("a request", "request_bytes", size_text),
         ("null pages, once", "null_bytes", size_text),
-        ("one context chunk in windows, once", "chunk_bytes", size_text),
-        (f"pools for {asked:,} request(s)", "pool_bytes", size_text),
+        ("a context chunk in windows, once", "chunk_bytes", size_text),
+        (f"pools for {result['requests']:,} request(s)", "pool_bytes", size_text),
+        ("requests that fit", "requests", _count),
+        ("longest request that fits, in tokens", "longest_request_tokens", _count),
     ):
         if key != "chunk_bytes" or result["iteration_tokens"]:
-            table.add_row(name, *(show(case[key]) for _, case in cases))
-    if result["memory_bytes"] is not None:
-        table.add_section()
-        memory = size_text(result["memory_bytes"])
-        fits = [Text(_count(case["requests_that_fit"]), style="bold") for _, case in cases]
-        table.add_row(Text(f"requests that fit into {memory}", style="bold"), *fits)
-        table.add_row("tokens in them", *(_count(case["tokens_that_fit"]) for _, case in cases))
-        table.add_row(
-            "longest single request, in tokens", *(_count(case["longest_request_tokens"]) for _, case in cases)
-        )
-    return table
+            style = "bold" if key == "requests" else ""
+            needs.add_row(name, *(show(case[key]) for _, case in cases), style=style)
+    return needs
 
 
-def _groups(result: Result) -> Table:
-    title = "One request, by layer group"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    for column in ("group", "owner", "layers", "window", "page", "pages", "bytes"):
-        table.add_column(column, justify="left" if column in ("owner", "window") else "right", overflow="fold")
+def _fits(result: Result) -> Iterable[Text]:
+    load = result["requests_for_pool"]
+    if result["tokens_per_request"]:
+        fine = load >= result["requests"]
+        text = f"{'fits' if fine else 'does not fit'}: the pools of the pair file hold {load:,} request(s) of "
+        yield Text(f"{text}{result['tokens_per_request']:,} tokens", style="green" if fine else "red")
+    yield Text(f"tokens of {result['requests']:,} request(s) that fit into these pools: {result['tokens_for_pool']:,}")
+    quota = result["given_quota_bytes"]
+    if quota is not None:
+        held = result["tokens_for_quota"]
+        found = "any number" if held is None else f"{held:,}"
+        yield Text(f"tokens that fit into {size_text(quota)}, not rounded to pages: {found}")
+
+
+def _one_request(result: Result) -> Iterable[RenderableType]:
+    if result["tokens_per_request"]:
+        yield from _groups({**result, "tokens": result["tokens_per_request"]})
+
+
+def _groups(result: Result) -> Iterable[RenderableType]:
+    groups = table(f"One request of {result['tokens']:,} tokens", "group", "owner", "window", "page", "pages", "bytes")
     for group in result["groups"]:
-        table.add_row(
+        groups.add_row(
             str(group["id"]),
             group["owner"],
-            str(group["layers"]),
-            "full" if group["window"] is None else _count(group["window"]),
+            window_text(group["window"]),
             size_text(group["page_bytes"]),
-            _count(group["pages_per_request"]),
-            size_text(group["bytes"]),
+            f"{group['pages_per_request']:,}",
+            f"{group['bytes']:,}",
         )
-    return table
-
-
-def _answers(result: Result) -> list[Text]:
-    if result["memory_bytes"] is None:
-        return [Text("--memory SIZE tells how many requests fit into SIZE", style="dim")]
-    if result["with_draft"] is None or not result["without_draft"]["requests_that_fit"]:
-        return []
-    alone, both = (result[key]["requests_that_fit"] for key in ("without_draft", "with_draft"))
-    return [Text(f"the drafter takes the place of {alone - both:,} of {alone:,} request(s)")]
+    yield groups
 
 
 def _count(value: int) -> str:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _PREFIX: Final = "unikv"
 _POLL_S: Final = 0.01
+_LISTENER_POLL_S: Final = 0.1
 
 
 class Rendezvous:
@@ -80,7 +81,11 @@ class Rendezvous:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]  # noqa: PLC0415 - takes a second
 
         host, port = _parse(url)
+        if port == 0:
+            cure = "pass the port its host listens at"
+            raise ConfigError(explain("rendezvous", "address", url, "a port from 1", cure))
         try:
+            _wait_for_listener(host, port, timeout_s)
             store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
         except (RuntimeError, OSError) as error:
             text = explain("rendezvous", "address", url, "a store that answers", f"start its host first ({error})")
@@ -153,6 +158,23 @@ class Rendezvous:
 
 def _key(kind: str, side: str, rank: int) -> str:
     return f"{_PREFIX}/{kind}/{side}/{rank}"
+
+
+def _wait_for_listener(host: str, port: int, timeout_s: float) -> None:
+    """Wait until somebody listens there; OSError once the time is over.
+
+    The store would wait as well, but deaf to signals, and with warnings and stack traces on stderr.
+    """
+    deadline_s, pause = time.monotonic() + timeout_s, threading.Event()
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=max(_POLL_S, deadline_s - time.monotonic())).close()
+        except OSError:
+            if time.monotonic() > deadline_s:
+                raise
+            pause.wait(_LISTENER_POLL_S)
+        else:
+            return
 
 
 def _parse(url: str) -> tuple[str, int]:

@@ -14,11 +14,17 @@ from workers.runner import Digest, DigestKey
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One request of a workload; `prompt` is empty for runners that need a length only."""
+    """One request of a workload.
+
+    Attributes:
+        prompt: token ids; empty for runners that need a length only.
+        after: number of the job, counted from 0 in its workload, that must be over before this one begins.
+    """
 
     prompt: tuple[int, ...]
     prompt_tokens: int
     max_new_tokens: int
+    after: int | None = None
 
 
 @dataclass(slots=True)
@@ -66,6 +72,13 @@ class RequestRecord:
         """Seconds the slowest context rank computed."""
         return max((report.prefill_s for report in self.prompts.values()), default=0.0)
 
+    def cached_tokens(self) -> dict[str, int]:
+        """Return how many leading tokens each side had already: those that every rank of it had."""
+        return {
+            "context": min((report.cached_tokens for report in self.prompts.values()), default=0),
+            "generation": min((report.cached_tokens for report in self.decodes.values()), default=0),
+        }
+
     def add(self, report: PromptReport | DecodeReport) -> None:
         """Take a rank's report; a rank reports once, and its first word counts."""
         if isinstance(report, PromptReport):
@@ -91,6 +104,11 @@ class RequestRecord:
         settle_s = max((report.settle_s for report in self.decodes.values()), default=0.0)
         move_s = max(by_context.values(), default=0.0)
         return {"queue_s": queue_s, "plan_s": plan_s, "move_s": move_s, "settle_s": settle_s}
+
+    def exposed_s(self) -> float:
+        """Return seconds from the moment all KV was there to the last copy, of the slowest pair of ranks."""
+        times = [leg.times for report in self.decodes.values() for leg in report.legs if leg.times is not None]
+        return max((time.exposed_s for time in times), default=0.0)
 
     def ttft_s(self) -> float | None:
         """Return seconds from submission to usable pages and a first token on the generation side."""

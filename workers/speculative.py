@@ -183,6 +183,11 @@ class SpeculativeDecoder:
         self._settle(count, outcome)
         return outcome.tokens
 
+    @property
+    def final_tokens(self) -> int:
+        """Leading tokens of prompt and output whose KV is in the pages of target and drafter both."""
+        return min(self._position, self._drafted_to) if self._width else self._position
+
     def result(self) -> GenerationResult:
         """Return what has been produced so far."""
         return GenerationResult(
@@ -215,6 +220,20 @@ class SpeculativeDecoder:
             # The drafter read every proposal but its last one, and only the accepted ones count.
             self._drafted_to = position + 1 + min(outcome.accepted, count - 1)
         self._request.rewind(outcome.accepted, self._position)
+
+
+def commit_output(request: KVCacheRequest, prompt_ids: Sequence[int], tokens: Sequence[int], final_tokens: int) -> None:
+    """Publish what a decoded request has in its pages, prompt and output, for requests that continue it.
+
+    Args:
+        request: one that is over; it commits no more afterwards. Left alone if it takes no part in prefix reuse.
+        prompt_ids: the prompt.
+        tokens: the output.
+        final_tokens: see `SpeculativeDecoder.final_tokens`.
+    """
+    if request.committing:
+        sequence = [*prompt_ids, *tokens][:final_tokens]
+        request.commit(sequence[request.committed_tokens :], is_end=True)
 
 
 def _check_arguments(request: KVCacheRequest, prompt_tokens: int, draft_valid_from: int) -> None:

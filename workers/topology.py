@@ -18,6 +18,7 @@ from transfer.cards import build_card
 from transfer.hello import HostIdentity, MemoryExport, ParallelPosition, RankCard, Side, SpeculativeCard
 from unikv.budget import PoolBudget
 from unikv.errors import ConfigError, SpecError, explain
+from unikv.host_tier_options import HostTierOptions
 from unikv.ids import GroupId, LayerId
 from unikv.layer_spec import KVCacheLayerSpec, LayerOwner
 from unikv.layout import CacheLayout, build_layout
@@ -101,17 +102,40 @@ def pool_budget(side: SideConfig) -> PoolBudget:
     return PoolBudget(pages=side.pool.pages, bytes=side.pool.bytes)
 
 
+def check_device(side: SideConfig) -> None:
+    """Check that this release runs workers on a side's device.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if side.device != "cpu":
+        cure = "set device: cpu; the device copier is not part of this release"
+        raise ConfigError(explain(f"{side.side} worker", "device", side.device, "cpu", cure))
+
+
+def host_tier_options(side: SideConfig) -> HostTierOptions | None:
+    """Return the host tier of a rank, None without one."""
+    tier = side.host_tier
+    codec = "identity" if tier.codec == "none" else tier.codec
+    return HostTierOptions(bytes=tier.bytes, codec=codec) if tier.bytes else None
+
+
 def pool_slots(side: SideConfig, layout: CacheLayout) -> dict[GroupId, int]:
     """Return the slots of each layer group's pools, the null slot included, without allocating anything.
 
     Raises:
         ConfigError: the pool is too small for one page of every group.
     """
+    slots = pool_group_slots(side, layout)
+    return {group.group_id: slots[group.pool_group] for group in layout.groups}
+
+
+def pool_group_slots(side: SideConfig, layout: CacheLayout) -> tuple[int, ...]:
+    """Return the slots of each pool group; as `pool_slots`."""
     try:
-        slots = pool_budget(side).slots(layout)
+        return pool_budget(side).slots(layout)
     except SpecError as error:
         raise ConfigError(f"{side.source}: {side.side}.pool: {error}") from None
-    return {group.group_id: slots[group.pool_group] for group in layout.groups}
 
 
 def rank_card(  # noqa: PLR0913 - a card states many facts, and each has one source at the caller
@@ -158,6 +182,7 @@ def rank_card(  # noqa: PLR0913 - a card states many facts, and each has one sou
         exports=exports,
         host=host,
         checksum=pair.transfer.checksum,
+        layer_bands=max(1, pair.transfer.layer_bands),
     )
 
 

@@ -82,6 +82,7 @@ class Worker(ABC, Generic[W]):
         self._waiting: deque[_Waiting[W]] = deque()
         self._short_of_pages = self._more = False
         self._caller, self._owned = "", False
+        self._next_caller: Attach | None = None
         self._stopping, self._drained_by_s, self._gave_up = "", 0.0, False
 
     def run(self) -> int:
@@ -222,20 +223,17 @@ class Worker(ABC, Generic[W]):
         if not 1 <= work.prompt_tokens <= longest:
             thing, want = f"request {work.request_id}", f"in [1, {longest}]"
             return explain(thing, "prompt_tokens", work.prompt_tokens, want, "shorten it, or raise max_seq_len")
-        request = self.runtime.manager.create_request(work.request_id)
         try:
-            request.resize(self.capacity_tokens(work), work.prompt_tokens)
-        except CapacityError as error:
-            return str(error) if error.permanent else ""
-        except SpecError as error:
-            return str(error)
-        finally:
-            request.close()
+            self.runtime.manager.check_fits(self.capacity_tokens(work), work.prompt_tokens)
+        except (CapacityError, SpecError) as error:
+            return f"request {work.request_id}: {error}"
         return ""
 
     def _attach(self, message: Attach) -> None:
         if self._caller and self._caller != message.reply_to:
-            _log.warning("refused a caller at %s: the one at %s is still there", message.reply_to, self._caller)
+            # It may be gone, and we hear of that a moment later.
+            _log.warning("a caller at %s waits: the one at %s is still there", message.reply_to, self._caller)
+            self._next_caller = message
             return
         self._caller, self._owned = message.reply_to, message.owner
         self.runtime.control.connect(self._caller)
@@ -250,6 +248,9 @@ class Worker(ABC, Generic[W]):
         self._give_everything_up(reason)
         if self._owned:
             self._stopping = self._stopping or reason
+        elif self._next_caller is not None:
+            caller, self._next_caller = self._next_caller, None
+            self._attach(caller)
 
     def _send(self, message: ControlMessage) -> None:
         frames = CODEC.encode(message, incarnation=self.runtime.card.incarnation, rank=self.runtime.rank)

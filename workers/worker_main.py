@@ -11,7 +11,7 @@ from transfer.hello import Side
 from workers.config import HFRunnerConfig, PairConfig
 from workers.context import ContextWorker
 from workers.generation import GenerationWorker
-from workers.rank_runtime import RankRuntime
+from workers.rank_runtime import RankRuntime, check_rank
 from workers.rendezvous import Rendezvous
 from workers.runner import Runner
 from workers.runner_pattern import PatternRunner
@@ -31,6 +31,7 @@ def run_worker(pair: PairConfig, side: Side, rank: int, rendezvous_url: str, *, 
         LinkBrokenError: the rendezvous or a peer does not answer.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    check_rank(pair, side, rank)
     with ExitStack() as stack:
         meet = Rendezvous.serve if serve else Rendezvous.join
         rendezvous = stack.enter_context(meet(rendezvous_url))
@@ -53,5 +54,5 @@ def make_runner(pair: PairConfig, side: Side) -> Runner:
         from workers.model_worker import ModelRunner, load_runner  # noqa: PLC0415 - transformers is an extra
 
         _log.info("loading %s", pair.runner.model)
-        return ModelRunner(load_runner(pair.runner, pair.side(side)))
+        return ModelRunner(load_runner(pair.runner, pair.side(side)), chunk_tokens=pair.runner.chunk_tokens)
     return PatternRunner()

@@ -78,7 +78,7 @@ class WorkloadDriver:
         waiting, records = deque(jobs), list[RequestRecord]()
         news_s, death_s = self._clock(), 0.0
         while (waiting and not death_s) or self._open:
-            while waiting and len(self._open) < concurrency and not death_s:
+            while waiting and len(self._open) < concurrency and not death_s and self._may_begin(waiting[0], records):
                 records.append(self._submit(waiting.popleft()))
             reports = self._client.poll()
             news_s = self._clock() if reports else news_s
@@ -93,6 +93,9 @@ class WorkloadDriver:
         verdict = self._verdict() or f"no worker reported anything for {timeout_s:g} s"
         self._abandon(verdict)
         return [*records, *(self._unsent(job, verdict) for job in waiting)]
+
+    def _may_begin(self, job: Job, records: Sequence[RequestRecord]) -> bool:
+        return job.after is None or records[job.after].request_id not in self._open
 
     def _submit(self, job: Job) -> RequestRecord:
         record = RequestRecord(RequestId(next(self._ids)), job, self._clock())

@@ -263,7 +263,6 @@ ALL_NAMES = {
 # name of the failed row, its scope, mutation of the generation card, both values, the key to change
 TARGET_MISMATCHES = [
     ("protocol_version", "instance", with_card(protocol_version=2), "1", "2", "same unikv version"),
-    ("cp", "instance", with_position(cp=2), "1", "2", "parallel.cp"),
     ("tokens_per_block", "instance", with_page(48), "32 tokens", "48 tokens", "tokens_per_block"),
     ("target_layers", "instance", with_card(num_target_layers=5), "4", "5", "target layers"),
     ("checksum", "instance", with_card(checksum="page"), "off", "page", "transfer.checksum"),
@@ -512,13 +511,20 @@ def test_swapped_sides_are_refused() -> None:
 
 @pytest.mark.parametrize(
     ("ours", "theirs", "word"),
-    [(1, 2, "not served yet"), (2, 1, "not served yet"), (2, 2, "at most one side")],
+    [(2, 1, "set context.parallel.cp: 1"), (2, 2, "only the generation side may split the sequence")],
 )
-def test_context_parallelism_is_refused_in_clear_text(ours: int, theirs: int, word: str) -> None:
+def test_context_parallelism_of_the_context_side_is_refused_by_name(ours: int, theirs: int, word: str) -> None:
     report = check(with_position(cp=ours)(CONTEXT), with_position(cp=theirs)(GENERATION))
-    (row,) = rows(report, "cp")
-    assert row.verdict is Verdict.REFUSE
+    (row,) = report.refused
+    assert (row.name, row.context, row.generation) == ("cp", str(ours), str(theirs))
     assert word in row.reason
+
+
+def test_context_parallelism_of_the_generation_side_wants_equal_pages() -> None:
+    assert check(CONTEXT, with_position(cp=2)(GENERATION)).compatible
+    (row,) = check(CONTEXT, with_page(16)(with_position(cp=2)(GENERATION))).refused
+    assert row.name == "cp"
+    assert "set the same tokens_per_block on both sides" in row.reason
 
 
 def test_page_sizes_that_divide_are_fine_and_said_so() -> None:
@@ -659,7 +665,7 @@ def test_require_compatible_raises_every_refusal() -> None:
     with pytest.raises(IncompatiblePeerError) as caught:
         require_compatible(report)
     assert len(caught.value.mismatches) == 2
-    assert "gate: refused checks is 2, expected 0" in str(caught.value)
+    assert "refused by 2 check(s) of the gate; align the two sides" in str(caught.value)
     assert "checksum [instance]: checksum is off on context and page on generation" in str(caught.value)
     assert "dtype [layers 0-3 key, value]: layers 0-3 key, value: dtype is bfloat16 on context" in str(caught.value)
 
@@ -735,7 +741,7 @@ def _both_values(row: GateCheck) -> str:
 def test_verdicts_do_not_depend_on_who_is_context(context: RankCard, generation: RankCard) -> None:
     one_way = check(context, generation)
     other_way = check(replace(generation, side=Side.CONTEXT), replace(context, side=Side.GENERATION))
-    directed = {"sides", "aux_draft_tokens", "path_direct"}
+    directed = {"sides", "cp", "aux_draft_tokens", "path_direct"}
     assert one_way.draft_kv is other_way.draft_kv
     assert {
         (r.name, r.scope, r.context, r.generation, r.verdict) for r in one_way.checks if r.name not in directed

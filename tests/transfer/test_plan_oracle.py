@@ -144,25 +144,28 @@ class RankMemory:
         )
 
     def _tables(self, rng):
-        """Random distinct slots; ordinals of other context-parallel ranks have no page here."""
+        """Random distinct slots; blocks of other context-parallel ranks have no place here."""
         blocks = -(-self.case.prompt // self.shape.tpb) + int(rng.integers(0, 2))
         free = {group.pool_group: list(rng.permutation(np.arange(1, SLOTS))) for group in self.layout.groups}
         tables = {}
         for group in self.layout.groups:
             slots = np.array([free[group.pool_group].pop() for _ in range(blocks)], dtype=np.int32)
-            slots[np.arange(blocks) % self.shape.cp != self.position.cp_rank] = NO_PAGE
-            tables[group.group_id] = slots
+            tables[group.group_id] = slots[self.position.cp_rank :: self.shape.cp].copy()
         return tables
+
+    def ordinals(self, group):
+        """Which blocks of the sequence the places of a table are."""
+        return self.position.cp_rank + self.shape.cp * np.arange(len(self.tables[group]))
 
     def drop(self, rng, chance, only_stale):
         """Take pages away: cached ones on the generation side, evicted ones on the context side."""
         for group in self.layout.groups:
             table = self.tables[group.group_id]
-            for ordinal in range(len(table)):
+            for place, ordinal in enumerate(self.ordinals(group.group_id)):
                 end = (ordinal + 1) * self.shape.tpb
                 stale = group.window is not None and end <= self.case.prompt + 1 - group.window
                 if rng.random() < chance and (not only_stale or (stale and ordinal >= group.sink_blocks)):
-                    table[ordinal] = NO_PAGE
+                    table[place] = NO_PAGE
 
     def rows(self, layer, role, row_bytes, heads):
         """Yield (global head, token, storage, first byte) of every row of a buffer that has a page."""
@@ -170,7 +173,7 @@ class RankMemory:
         buffer = next(b for pool in group.pools for b in pool.buffers if (b.layer_id, b.role) == (layer, role))
         pool = next(p for p in self.card.pools if (p.group_id, p.pool_index) == (group.group_id, buffer.pool_index))
         tpb = self.shape.tpb
-        for ordinal, slot in enumerate(self.tables[group.group_id]):
+        for ordinal, slot in zip(self.ordinals(group.group_id), self.tables[group.group_id], strict=True):
             if slot == NO_PAGE:
                 continue
             for local, head in enumerate(heads):

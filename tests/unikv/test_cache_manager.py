@@ -544,18 +544,18 @@ def test_integrity_finds_a_slot_two_tables_name(build):
     first, second = (manager.create_request(RequestId(i)) for i in (1, 2))
     first.resize(32)
     second.resize(32)
-    second._rows[G0][0] = 1
+    second._rows[G0].slots[0] = 1
     with pytest.raises(InternalError, match=r"pool group 0, slot 1: references is 1, expected '?2, the page tables"):
         manager.check_integrity()
-    second._rows[G0][0] = 2
+    second._rows[G0].slots[0] = 2
 
 
 def test_integrity_finds_a_slot_nobody_names(build):
     manager = build(odd_slots())
-    manager._source.allocators[0].allocate(1)
-    with pytest.raises(InternalError, match="pool group 0, slot 1: references is 1, expected 0, the page tables"):
+    manager._source.allocator(G0).allocate(1)
+    with pytest.raises(InternalError, match=r"pool group 0, slot 1: references is 1, expected '?0, the page tables"):
         manager.check_integrity()
-    manager._source.allocators[0].release([1])
+    manager._source.allocator(G0).release([1])
 
 
 # ---- imports
@@ -573,3 +573,31 @@ def test_the_public_names_can_all_be_imported():
     assert unikv.UnifiedKVCacheManager is UnifiedKVCacheManager
     with pytest.raises(AttributeError, match="module 'unikv' has no attribute 'nonsense'"):
         _ = unikv.nonsense
+
+
+# ---- context parallelism
+
+
+def test_context_parallel_ranks_share_the_pages_of_a_sequence(build):
+    """Blocks 0, 3, 6 on rank 0 and so on; a window of 64 after 200 tokens keeps positions from 137, blocks 4 to 6."""
+    managers = [build([spec(0), spec(1, window=64)], cp_size=3, cp_rank=rank) for rank in range(3)]
+    requests = [manager.create_request(RequestId(1)) for manager in managers]
+    for request in requests:
+        request.resize(200)
+    assert [request.num_blocks for request in requests] == [3, 2, 2]
+    for request in requests:
+        request.resize(history_tokens=200)
+    pages = [[(row != NO_PAGE).tolist() for row in request.page_tables().values()] for request in requests]
+    assert pages == [
+        [[True, True, True], [False, False, True]],  # blocks 0, 3, 6
+        [[True, True], [False, True]],  # blocks 1, 4
+        [[True, True], [False, True]],  # blocks 2, 5
+    ]
+    assert requests[1].place(G0, 40) == (int(requests[1].page_table(G0)[0]), 8)
+    with pytest.raises(SpecError, match="position is 40"):
+        requests[0].place(G0, 40)
+    for manager, request in zip(managers, requests, strict=True):
+        manager.check_integrity()
+        request.close()
+    with pytest.raises(SpecError, match=r"tokens with cp_size > 1 is 2, expected 'None'|tokens with cp_size > 1 is 2"):
+        managers[0].create_request(RequestId(2), [1, 2])

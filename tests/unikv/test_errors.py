@@ -28,6 +28,21 @@ def test_explain_shows_enum_members_by_value() -> None:
     assert explain("layer 3", "dtype", KVDtype.NVFP4, "bfloat16", "x").startswith("layer 3: dtype is 'nvfp4', expected")
 
 
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (10**500, "1" + 399 * "0" + "..."),
+        ("x" * 1000, "'" + 399 * "x" + "..."),
+        (16**5000, "a value of type int too long to show"),
+        ([16**5000], "a value of type list too long to show"),
+        ("x" * 398, "'" + 398 * "x" + "'"),
+    ],
+    ids=["integer", "text", "integer Python does not write", "list of such", "text that just fits"],
+)
+def test_long_values_are_cut(value: object, shown: str) -> None:
+    assert explain("a", "b", value, "c", "d") == f"a: b is {shown}, expected c; d"
+
+
 def test_every_error_can_be_caught_as_one() -> None:
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception)]
     assert len(kinds) >= 11

@@ -363,14 +363,15 @@ def test_a_windowed_drafter_slides_along_with_every_step(build):
 # ---- reading tables
 
 
-def test_tables_are_read_only_and_keep_what_they_showed(build):
+def test_tables_are_read_only_and_change_in_place(build):
     request = open_request(full_and_windowed(build, 64))
     request.resize(96)
     row = request.page_table(WINDOWED)
     with pytest.raises(ValueError, match="read-only"):
         row[0] = 5
     request.resize(160, history_tokens=150)
-    assert row.tolist() == [1, 2, 3]
+    assert row.tolist() == [NO_PAGE, NO_PAGE, 3]
+    assert request.page_table(WINDOWED).tolist() == [NO_PAGE, NO_PAGE, 3, 1, 2]
 
 
 def test_tables_for_a_transfer_are_copies(build):
@@ -500,8 +501,10 @@ def test_a_table_longer_than_the_request_cannot_be_pinned(build):
 def test_integrity_finds_a_page_where_none_belongs(build):
     request = open_request(full_and_windowed(build, 64))
     request.resize(160, history_tokens=130)
-    row = request._rows[WINDOWED]
+    row = request._rows[WINDOWED].slots
     row[0] = 9
-    with pytest.raises(InternalError, match="request 7, group 1: pages do not match 0 <= history 130 <= capacity 160"):
+    with pytest.raises(
+        InternalError, match="request 7, group 1: pages do not match 0 <= committed 0 <= history 130 <= capacity 160"
+    ):
         request.check_integrity()
     row[0] = NO_PAGE

@@ -14,7 +14,7 @@ from unikv.errors import CapacityError, SpecError
 from unikv.ids import LayerId, RequestId
 from unikv.layer_spec import KVCacheLayerSpec, KVDtype, LayerOwner
 from unikv.layout import CacheLayout, build_layout
-from unikv.request import KVCacheRequest
+from unikv.request import KVCacheRequest, ResumeResult
 from unikv.sizing_fit import (
     draft_bytes,
     longest_request,
@@ -139,7 +139,40 @@ def test_a_draft_pool_for_64_requests_admits_63_steps_and_a_chunk() -> None:
         for step in steps:
             step.resize(capacity_tokens=history + drafts - 1 + drafts + 1, history_tokens=history)
     assert manager.num_free_pages(layout.groups[0].group_id) == 64 * 17 + 16 - 64 * 17
+    for step in steps:
+        step.suspend()
+        assert step.resume() is ResumeResult.OK
     manager.check_integrity()
     for request in (prefill, *steps):
+        request.close()
+    manager.close()
+
+
+@given(
+    count=st.integers(1, 6),
+    tokens=st.integers(1, 90),
+    headroom=st.integers(1, 9),
+    page=st.integers(1, 8),
+    window=st.one_of(st.none(), st.integers(1, 40)),
+)
+def test_pools_admit_as_many_requests_as_they_were_sized_for(
+    count: int, tokens: int, headroom: int, page: int, window: int | None
+) -> None:
+    full = replace(mixed_specs()[4], layer_id=LayerId(0), owner=LayerOwner.TARGET, window=None)
+    specs = [full, replace(full, layer_id=LayerId(1), owner=LayerOwner.DRAFT, window=window)]
+    layout = build_layout(specs, tokens_per_block=page, max_seq_len=4096)
+    slots = slots_for_requests(layout, count, tokens=tokens, headroom_tokens=headroom)
+    memory = pool_bytes(layout, slots)
+    assert longest_request(layout, memory, upper_tokens=4096, headroom_tokens=headroom) >= tokens
+    budget = PoolBudget(pages=max(slots))
+    manager = UnifiedKVCacheManager(specs, tokens_per_block=page, max_seq_len=4096, pool=budget)
+    requests = [manager.create_request(RequestId(number)) for number in range(count + 1)]
+    for history in sorted({max(0, tokens - 1 - back) for back in range(2 * page)}):
+        for request in requests[:count]:
+            request.resize(history + headroom, history)
+    # The target's pool is the larger one, and full.
+    with pytest.raises(CapacityError):
+        requests[-1].resize(tokens - 1 + headroom)
+    for request in requests:
         request.close()
     manager.close()

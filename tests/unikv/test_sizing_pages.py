@@ -12,7 +12,7 @@ from unikv.errors import SpecError
 from unikv.ids import LayerId
 from unikv.layer_spec import KVCacheLayerSpec, KVDtype, LayerOwner, ReusePolicy
 from unikv.layout import CacheLayout, GroupLayout, build_layout
-from unikv.ranges import Span, max_live_blocks
+from unikv.ranges import Span, ceil_div, max_live_blocks
 from unikv.sizing_pages import (
     RequestShape,
     batch_pages,
@@ -184,3 +184,29 @@ def test_blocks_behind_the_window_before_the_chunk_ends(
     # After 1000 tokens a window of 128 has left blocks 0 .. 27 of 32 tokens.
     assert scratch_blocks(shape(capacity, history), 128, 0, 32, max_rewind_tokens=rewind) == ordinals
     assert len(scratch_blocks(shape(capacity, history), None, 0, 32)) == 0
+
+
+@given(st.integers(1, 24), st.integers(1, 12), st.integers(1, 6), st.integers(0, 90))
+def test_the_peak_is_the_most_that_any_history_holds(window: int, headroom: int, page: int, positions: int) -> None:
+    group = group_of(window, page)
+    held = [
+        batch_pages(group, page, [shape(max(history, min(history + headroom, positions)), history)])
+        for history in range(positions + 1)
+    ]
+    peak = peak_pages(group, page, positions, headroom)
+    assert max(held) <= peak <= max_live_blocks(window, headroom, page)
+    if positions > window + headroom + 2 * page:
+        assert peak == max(held)
+
+
+@given(
+    st.integers(0, 80), st.integers(0, 40), st.integers(1, 24), st.integers(0, 3), st.integers(1, 6), st.integers(0, 9)
+)
+def test_scratch_is_new_and_out_of_every_window_that_may_come_back(
+    history: int, chunk: int, window: int, sinks: int, page: int, rewind: int
+) -> None:
+    found = scratch_blocks(shape(history + chunk, history), window, sinks, page, max_rewind_tokens=rewind)
+    final = max(0, history + chunk - rewind)
+    kept = live_ordinals(history + chunk, final, window, sinks, page)
+    new = range(ceil_div(history, page), ceil_div(history + chunk, page))
+    assert list(range(found.lo, found.hi)) == [ordinal for ordinal in new if ordinal not in kept]

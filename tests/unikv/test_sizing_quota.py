@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -10,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unikv.errors import SpecError
-from unikv.layer_spec import KVCacheLayerSpec
+from unikv.ids import LayerId
+from unikv.layer_spec import KVCacheLayerSpec, LayerOwner
 from unikv.sizing import CacheCost
 from unikv.sizing_quota import (
     agreed_quota,
@@ -131,3 +133,23 @@ def test_a_draft_ratio_scales_the_others_down() -> None:
 def test_a_draft_ratio_leaves_something_to_both(ratio: float) -> None:
     with pytest.raises(SpecError, match=r"pool split: draft ratio is .*, expected in \(0, 1\)"):
         append_draft_ratio([1.0], ratio)
+
+
+def test_a_windowed_drafters_share_is_its_windows_and_one_chunk() -> None:
+    full = replace(mixed_specs()[4], layer_id=LayerId(0), owner=LayerOwner.TARGET, window=None)
+    draft_spec = replace(full, layer_id=LayerId(1), owner=LayerOwner.DRAFT, window=504)
+    total, draft = (
+        CacheCost.from_specs(
+            specs,
+            tokens_per_block=32,
+            max_seq_len=8192,
+            generation_headroom_tokens=9,
+            max_requests=64,
+            max_num_tokens=512,
+        )
+        for specs in ([full, draft_spec], [draft_spec])
+    )
+    # 504 + 9 - 1 positions touch at most 17 blocks of 32, in each of 64 requests; and a chunk of 512 tokens.
+    assert draft.quota_bytes(10**6) == (64 * 17 * 32 + 512) * 512
+    quota_bytes = total.quota_bytes(64 * 2000)
+    assert draft_share(total, draft, quota_bytes) == draft.quota_bytes(10**6) / quota_bytes

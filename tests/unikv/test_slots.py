@@ -4,14 +4,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from unikv.errors import CapacityError, InternalError, SpecError
-from unikv.ids import GroupId
-from unikv.slots import GroupChange, SlotAllocator, exchange_slots
-
-
-def change(group, pool_group, *, dropped=(), kept=0, needed=0):
-    return GroupChange(
-        group_id=GroupId(group), pool_group=pool_group, dropped=tuple(dropped), kept_pages=kept, needed_pages=needed
-    )
+from unikv.slots import SlotAllocator
 
 
 @pytest.mark.parametrize("num_slots", [-1, 0, 1])
@@ -124,38 +117,31 @@ def test_a_slot_in_two_places_is_found():
         allocator.check_integrity()
 
 
-def test_an_exchange_hands_dropped_slots_out_again():
-    allocators = (SlotAllocator(3), SlotAllocator(3))
-    old = allocators[0].allocate(2)
-    new = exchange_slots(allocators, [change(0, 0, dropped=old[:1], kept=1, needed=1)], thing="request 7")
-    assert new == [(1,)]
-    assert allocators[0].num_free == 0
+def test_the_keeper_hears_when_it_is_alone_with_a_slot_and_when_no_longer():
+    heard = []
+    allocator = SlotAllocator(4, on_change=lambda slot: heard.append((slot, allocator.references(slot))))
+    first, second = allocator.allocate(2)
+    allocator.keep(first)
+    assert heard == []
+    allocator.release([first, second])
+    assert heard == [(first, 1)], "nobody keeps the other one: it is free"
+    allocator.retain([first])
+    allocator.retain([first])
+    allocator.release([first])
+    assert heard == [(first, 1), (first, 2)]
+    allocator.unkeep(first)
+    allocator.release([first])
+    assert heard == [(first, 1), (first, 2)]
+    assert allocator.num_free == 3
 
 
-def test_an_exchange_does_not_count_on_slots_somebody_else_holds():
-    allocators = (SlotAllocator(3),)
-    old = allocators[0].allocate(2)
-    allocators[0].retain(old)
-    with pytest.raises(CapacityError, match="request 7, layer group 0: needs 1 pages of pool group 0, where 0 of 2"):
-        exchange_slots(allocators, [change(0, 0, dropped=old[:1], kept=1, needed=1)], thing="request 7")
-    assert allocators[0].references(old[0]) == 2
-
-
-def test_an_exchange_across_groups_is_all_or_nothing():
-    allocators = (SlotAllocator(9), SlotAllocator(4, name="pool group 1"))
-    changes = [change(0, 0, needed=2), change(1, 1, needed=2), change(2, 1, needed=2)]
-    with pytest.raises(CapacityError, match="request 7, layer group 1, 2: needs 4 of 3 pages of pool group 1"):
-        exchange_slots(allocators, changes, thing="request 7")
-    assert (allocators[0].num_free, allocators[1].num_free) == (8, 3)
-    assert exchange_slots(allocators, changes[:2], thing="request 7") == [(1, 2), (1, 2)]
-
-
-def test_pages_kept_count_towards_what_can_never_fit():
-    allocators = (SlotAllocator(9),)
-    allocators[0].allocate(5)
-    with pytest.raises(CapacityError, match="needs 9 of 8 pages") as caught:
-        exchange_slots(allocators, [change(0, 0, kept=5, needed=4)], thing="request 7")
-    assert (caught.value.needed_pages, caught.value.free_pages) == (4, 3)
+def test_a_slot_has_one_keeper():
+    allocator = SlotAllocator(4)
+    [slot] = allocator.allocate(1)
+    allocator.keep(slot)
+    with pytest.raises(InternalError, match="slot 1: keepers is 1, expected none before it is kept"):
+        allocator.keep(slot)
+    assert allocator.references(slot) == 2
 
 
 @given(st.integers(2, 40), st.lists(st.integers(0, 12), max_size=12))

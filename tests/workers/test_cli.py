@@ -152,6 +152,13 @@ def test_sides_that_may_not_talk_are_refused(unikv: Run, name: str, message: str
         (["check", GOOD, "--case", "nope"], "case is 'nope', expected one of draft-stays, draft-must"),
         (["check", GOOD, "--set", "model"], "expected KEY=VALUE"),
         (["check", GOOD, "--set", "model.layers.0.kv_heads=none"], "kv_heads is 'none'"),
+        (["bench", GOOD, "--json", "/nowhere/at/all.json"], "create the directory"),
+        (["bench", "not-there", "--json=/proc/out.json"], "expected a file that can be written (No such file"),
+        (
+            ["worker", GOOD, "--side=context", "--rank=99", "--rendezvous=tcp://127.0.0.1:1"],
+            "rank is 99, expected in [0, ",
+        ),
+        (["worker", GOOD, "--side=context", "--rank=0", "--rendezvous=tcp://127.0.0.1:0"], "expected a port from 1"),
         (["layout", GOOD, "--side", "left"], "Invalid value for '--side'"),
         (["layout", GOOD, "--rank", "2"], "--rank is 2, expected in [0, 2)"),
         (["layout", GOOD, "--rank", "-1"], "--rank is -1"),
@@ -219,8 +226,26 @@ def test_help_lists_every_command(unikv: Run) -> None:
     assert set(listed) >= {*DRY, "worker", "launch", "bench"}
 
 
-def test_size_says_that_tokens_are_those_of_all_requests(unikv: Run) -> None:
-    assert "Token positions of ALL requests together" in " ".join(unikv("size", "--help")[1].split())
+def test_size_says_whose_tokens_it_means(unikv: Run) -> None:
+    text = " ".join(unikv("size", "--help")[1].split())
+    assert "Token positions of ALL requests of a PAIR together; with --model the length of EACH" in text
+
+
+def test_size_takes_a_pair_or_a_model(unikv: Run, tmp_path: Path) -> None:
+    for words, got in ((["size"], "neither"), (["size", GOOD, "--model", "."], "both")):
+        code, _, err = unikv(*words)
+        assert (code, f"PAIR and --model is '{got}', expected one of them" in err) == (64, True), err
+    (tmp_path / "config.json").write_text(
+        '{"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64, "max_position_embeddings": 512}'
+    )
+    code, out, err = unikv("size", "--model", str(tmp_path), "--tokens", "100", "--memory", "1MiB", "--json")
+    assert (code, err) == (0, "")
+    assert parsed(out)["without_draft"]["requests"] == (2**20 - 8192 * 2) // (4 * 8192 * 2)
+    code, out, err = unikv("size", "--model", str(tmp_path), "--tokens", "100", "--memory", "1MiB")
+    assert (code, err) == (0, "") and "target alone" in out
+    for option in ("--tp", "--draft-tokens", "--tokens-per-block"):
+        code, _, err = unikv("size", "--model", str(tmp_path), "--tokens", "100", option, "0")
+        assert (code, f"{option} is 0, expected an integer >= 1" in err) == (64, True), err
 
 
 def test_the_version_is_that_of_the_installed_package(unikv: Run) -> None:
@@ -269,6 +294,39 @@ def test_an_interrupt_ends_without_a_traceback() -> None:
         _, err = running.communicate(timeout=60)
     assert running.returncode == 130
     assert b"Traceback" not in err
+
+
+def test_an_interrupt_during_the_imports_ends_without_a_traceback() -> None:
+    code = """
+import sys
+class Interrupting:
+    def find_spec(self, name, path=None, target=None):
+        if name == "workers.cli_run":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupting())
+from workers.__main__ import main
+sys.exit(main())
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (130, b"")
+
+
+@pytest.mark.parametrize(
+    ("words", "closed", "code"),
+    [
+        (["check", GOOD], ">&-", 0),
+        (["check", GOOD], ">&- 2>&-", 0),
+        (["check", GOOD, "--json"], ">&-", 64),
+        (["bench", GOOD, "--json"], ">&-", 64),
+        (["check", "not-there"], "2>&-", 64),
+    ],
+)
+def test_closed_outputs_are_no_traceback(words: list[str], closed: str, code: int) -> None:
+    command = ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-m", "workers", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert "Traceback" not in done.stderr
+    assert ("stdout, which is closed" in done.stderr) == ("--json" in words)
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])

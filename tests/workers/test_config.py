@@ -99,7 +99,7 @@ def test_sections_left_out_have_their_defaults(folder: Path) -> None:
     assert pair.transfer.options() == TransferOptions(timeout_s=60.0, chunk_bytes=8 << 20)
     assert pair.runner == PatternRunnerConfig(kind="pattern")
     assert (pair.workload.requests, pair.workload.prompt_tokens) == (8, (100, 1000))
-    assert pair.workload.texts() == ()
+    assert pair.workload.conversations() == ()
 
 
 def test_options_carry_what_the_file_says(folder: Path) -> None:
@@ -245,6 +245,9 @@ def test_the_last_override_counts(folder: Path) -> None:
         ("context.parallel.tp", ["override", "'context.parallel.tp'", "KEY=VALUE"]),
         ("=3", ["KEY=VALUE"]),
         ("transfer.path={", ["override transfer.path", "a YAML value"]),
+        ("transfer={path: zmq, path: auto}", ["override transfer", "key 'path' twice"]),
+        ("model.layers=&a [*a]", ["override model.layers", "an alias inside what it names"]),
+        ("context.pool.pages=9223372036854775808", ["context.pool.pages", "<= 281474976710656"]),
         ("model.layers.7.window=3", ["model.layers.7.window", "list index", "'7'", "[0, 2)"]),
         ("model.layers.first.window=3", ["'first'", "[0, 2)"]),
         ("model.max_seq_len.value=3", ["model.max_seq_len is 1024", "a mapping or a list"]),
@@ -412,8 +415,6 @@ def test_draft_layers_come_last(folder: Path) -> None:
         ),
         ("transfer.checksum=page", ["transfer.checksum is 'page'", "does not serve it yet"]),
         ("transfer.curve={public: a, secret: b, authorized: c}", ["transfer.curve is", "does not serve it yet"]),
-        ("context.host_tier.bytes=1GiB", ["context.host_tier.bytes is 1073741824", "does not serve it yet"]),
-        ("generation.host_tier.codec=fp8", ["generation.host_tier.codec is 'fp8'", "does not serve it yet"]),
         ("generation.parallel.cp=2", ["generation.parallel.cp is 2", "does not serve it yet"]),
     ],
 )
@@ -470,6 +471,15 @@ def test_whole_sizes_are_exact(number: int, unit: str, space: str) -> None:
 # ---- files
 
 
+ALIAS_BOMB = "a0: &a0 [x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{i}: &a{i} [{', '.join(8 * [f'*a{i - 1}'])}]\n" for i in range(1, 30)
+)
+"""Two thousand characters that stand for more values than memory holds."""
+MERGE_BOMB = "a0: &a0 {x: 1, y: 1}\n" + "".join(
+    f"a{i}: &a{i} {{<<: [{', '.join(8 * [f'*a{i - 1}'])}]}}\n" for i in range(1, 30)
+)
+
+
 @pytest.mark.parametrize(
     ("content", "parts"),
     [
@@ -486,7 +496,19 @@ def test_whole_sizes_are_exact(number: int, unit: str, space: str) -> None:
         (b"a: \xff\xfe", ["YAML is", "UTF-8 text in valid YAML"]),
         (b"a: \x00", ["YAML is", "valid YAML"]),
         ("[" * 5000, ["YAML is"]),
-        ("model: &m {layers: *m}\ncontext: {}\ngeneration: {}", ["other.yaml"]),
+        ("model: &m {layers: *m}\ncontext: {}\ngeneration: {}", ["an alias inside what it names in line 1"]),
+        ("&m {model: *m, context: *m, generation: *m}", ["an alias inside what it names"]),
+        ("model: {layers: &l [*l]}\ncontext: {layers: 1}\ngeneration: {}", ["an alias inside what it names"]),
+        (ALIAS_BOMB, ["more than 100000 values, aliases written out"]),
+        (MERGE_BOMB, ["more than 100000 values, aliases written out"]),
+        ("model: {x: {1: 2, a: 3}}\ncontext: {x: {1: 2, a: 3}}\ngeneration: {}", ["model.x is an unknown key"]),
+        ("model: {x: 1}\ncontext: {x: 0x1" + 6000 * "0" + "}\ngeneration: {}", ["too long to show"]),
+        (
+            "model: {max_seq_len: " + 4000 * "9" + "}\ncontext: {}\ngeneration: {}",
+            ["999..., expected"],
+        ),
+        ('"a\\n\\e[2J": 1\ncontext: {}\ngeneration: {}', [r"'a\n\x1b[2J' is an unknown key"]),
+        ('name: "a\\0b"\ncontext: {}\ngeneration: {}', ["name is", "text without control characters"]),
     ],
 )
 def test_files_that_are_no_pair_are_explained(folder: Path, content: str | bytes, parts: list[str]) -> None:
@@ -502,6 +524,11 @@ def test_missing_files_and_directories_are_explained(folder: Path) -> None:
         load_pair("patern-small", environ={})
     with pytest.raises(ConfigError, match="file is 'a directory'"):
         load_pair(str(folder), environ={})
+    with pytest.raises(ConfigError, match="file is 'not a regular file'"):
+        load_pair("/dev/null", environ={})
+    with pytest.raises(ConfigError, match=r"file is 'File name too long', .*") as caught:
+        load_pair(5000 * "x", environ={})
+    assert len(str(caught.value)) < 5500  # it names the file once
 
 
 @given(st.text(max_size=40) | st.binary(max_size=40))
@@ -550,8 +577,10 @@ def test_prompts_are_read_beside_the_pair_file(folder: Path, monkeypatch: pytest
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
     pair = load_pair("../pair.yaml", environ={})
-    assert pair.workload.texts() == ("one", "two\nlines")
-    assert load_pair("../pair.yaml", overrides=["workload.prompts=[here]"], environ={}).workload.texts() == ("here",)
+    assert pair.workload.conversations() == (("one",), ("two\nlines",))
+    assert load_pair("../pair.yaml", overrides=["workload.prompts=[here]"], environ={}).workload.conversations() == (
+        ("here",),
+    )
 
 
 @pytest.mark.parametrize(
@@ -568,6 +597,10 @@ def test_wrong_prompt_files_are_explained(folder: Path, content: str, part: str)
     text = refusal("workload.prompts=prompts.yaml")
     assert "workload.prompts" in text
     assert part in text
+
+
+def test_an_endless_prompt_file_is_not_read_to_its_end(folder: Path) -> None:
+    assert "more than 16777216 bytes" in refusal("workload.prompts=/dev/zero")
 
 
 def test_a_missing_prompt_file_is_named(folder: Path) -> None:
@@ -588,9 +621,17 @@ def test_a_file_wins_over_a_preset_of_the_same_name(folder: Path) -> None:
 
 
 def test_the_model_preset_brings_its_prompts(folder: Path) -> None:
-    texts = load_pair("smollm2", environ={}).workload.texts()
-    words = [len(text.split()) for text in texts]
-    assert len(texts) == len(set(texts)) == 8
+    conversations = load_pair("smollm2", environ={}).workload.conversations()
+    words = [sum(len(text.split()) for text in turns) for turns in conversations]
+    assert len(conversations) == len(set(conversations)) == 8
     assert [count > 300 for count in words] == [False] * 5 + [True] * 3
-    # Room for every prompt in max_seq_len: English takes fewer than 1.5 tokens a word.
-    assert max(words) * 1.5 + 48 < 2048
+    assert [len(turns) for turns in conversations] == [3, 1, 1, 1, 1, 3, 1, 1]
+    # Room for every conversation in max_seq_len: English takes fewer than 1.5 tokens a word.
+    assert max(words) * 1.5 + 3 * 48 < 2048
+
+
+def test_a_prompt_may_be_a_conversation(folder: Path) -> None:
+    (folder / "prompts.yaml").write_text("- [who, ' why ']\n- when\n")
+    pair = load_pair("pair.yaml", overrides=["workload.prompts=prompts.yaml"], environ={})
+    assert pair.workload.conversations() == (("who", "why"), ("when",))
+    assert "of a conversation" in refusal("workload.prompts=[[]]")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -65,9 +66,19 @@ def test_numbers_that_json_lacks_are_our_bug(tmp_path: Path) -> None:
 
 
 def test_places_nothing_can_be_written_to(tmp_path: Path) -> None:
-    for target in (tmp_path, tmp_path / "missing" / "out.json"):
-        with pytest.raises(ConfigError, match="expected a file in a directory that exists; create the directory"):
+    for target in (tmp_path, tmp_path / "missing" / "out.json", Path("/proc/out.json"), tmp_path / (300 * "x")):
+        with pytest.raises(ConfigError, match=r"expected a file that can be written \([^)]+\); create the directory"):
             check_target(str(target))
+
+
+def test_a_check_leaves_everything_as_it_was(tmp_path: Path) -> None:
+    there, fifo = tmp_path / "there.json", tmp_path / "fifo"
+    there.write_text("as it was", encoding="utf-8")
+    os.mkfifo(fifo)  # opening it would wait for a reader
+    for target in (there, tmp_path / "new.json", fifo, Path("/dev/full")):
+        check_target(str(target))
+    assert there.read_text(encoding="utf-8") == "as it was"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["fifo", "there.json"]
 
 
 @pytest.mark.parametrize("name", ["pair.yaml", "pair.yml", "PAIR.YAML"])

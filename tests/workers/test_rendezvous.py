@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import threading
 import time
 from pathlib import Path
+from types import FrameType
 
 import pytest
 
@@ -128,6 +130,30 @@ def test_guests_notice_that_the_host_is_gone() -> None:
         with pytest.raises(LinkBrokenError, match=text):
             guest.announce("control", "context", 0, "x")
         assert time.monotonic() - started_s < 5
+
+
+def test_waiting_for_the_host_can_be_interrupted() -> None:
+    with Rendezvous.reserve() as reserved:
+        url = reserved.url
+
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    started_s = time.monotonic()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            Rendezvous.join(url, timeout_s=20)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+    assert time.monotonic() - started_s < 5
+
+
+def test_a_guest_needs_a_port() -> None:
+    with pytest.raises(ConfigError, match="expected a port from 1"):
+        Rendezvous.join("tcp://127.0.0.1:0")
 
 
 def test_nobody_at_the_address_is_an_error_within_the_time_given() -> None:

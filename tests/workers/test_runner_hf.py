@@ -277,7 +277,7 @@ def test_calls_out_of_order_are_refused(models) -> None:
         with pytest.raises(SpecError, match=r"request 4: chunk_tokens is 0"):
             runner.prefill(request, PROMPT, chunk_tokens=0)
         runner.prefill(request, PROMPT)
-        with pytest.raises(LocalProtocolError, match=r"history_tokens is 37, expected 0 tokens; prefill a fresh"):
+        with pytest.raises(LocalProtocolError, match=r"history_tokens is 37, expected less than the prompt"):
             runner.prefill(request, PROMPT)
         sequence = runner.open_sequence(request, draft_valid_from=0)
         with pytest.raises(LocalProtocolError, match=r"drafter is None, expected a drafter; configure runner.draft"):

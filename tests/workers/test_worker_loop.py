@@ -33,6 +33,8 @@ from workers.control import (
     RunPrompt,
     Stop,
 )
+from workers.evidence import compare
+from workers.evidence_report import read_evidence
 from workers.generation import GenerationWorker
 from workers.rank_runtime import RankRuntime
 from workers.rendezvous import Rendezvous
@@ -50,10 +52,12 @@ class Moody(PatternRunner):
 
     fails_at = ""
 
-    def prefill(self, request: Any, prompt: tuple[int, ...], prompt_tokens: int) -> AuxData:
+    def prefill(
+        self, request: Any, prompt: tuple[int, ...], prompt_tokens: int, publish_at: Any = None, on_layer: Any = None
+    ) -> AuxData:
         if self.fails_at == "prefill":
             raise ZeroDivisionError("the model is broken")
-        return super().prefill(request, prompt, prompt_tokens)
+        return super().prefill(request, prompt, prompt_tokens, publish_at, on_layer)
 
     def examine(self, pages: Any, *, with_draft: bool) -> Evidence:
         if self.fails_at == "examine":
@@ -277,6 +281,28 @@ def test_what_a_model_raises_fails_that_request_alone(
     scene.until(lambda: scene.free_pages() == before)
 
 
+@pytest.mark.parametrize("path", ["direct", "zmq"])
+def test_prompts_may_leave_while_they_are_computed(
+    play: Callable[..., Scene], tiny_pair: Callable[..., PairConfig], path: str
+) -> None:
+    scene = play(tiny_pair(transfer__layer_bands=2, transfer__path=path))
+    before = scene.free_pages()
+    for number, tokens in enumerate((1, 16, 100), start=1):
+        scene.ask(number, tokens)
+        assert scene.reasons(number) == ("", "")
+        context, generation = (scene.report(side, number).evidence for side in Side)
+        seen = read_evidence(generation)
+        assert compare(read_evidence(context).digests, seen) == (0, "") and seen.checked_bytes > 0
+    scene.until(lambda: scene.free_pages() == before)
+    scene.runners[Side.CONTEXT].fails_at = "prefill"
+    scene.ask(4)
+    assert [("the model is broken" in reason) for reason in scene.reasons(4)] == [True, True]
+    scene.runners[Side.CONTEXT].fails_at = ""
+    scene.ask(5)
+    assert scene.reasons(5) == ("", "")
+    scene.until(lambda: scene.free_pages() == before)
+
+
 @pytest.mark.parametrize("asked", [(Side.CONTEXT,), (Side.GENERATION,)])
 def test_giving_up_ends_what_only_one_side_has_begun(scene: Scene, asked: tuple[Side, ...]) -> None:
     before = scene.free_pages()
@@ -346,13 +372,18 @@ def test_an_owned_worker_ends_with_its_caller(play: Callable[..., Scene], tiny_p
     assert "the caller is gone" in scene.workers[Side.CONTEXT]._stopping
 
 
-def test_a_second_caller_is_refused_while_the_first_is_there(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_second_caller_waits_while_the_first_is_there(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
     second = scene.stack.enter_context(FleetClient())
     with pytest.raises(Exception, match=r"workers: not ready is 'context 0, generation 0', expected all within 0\.2 s"):
         second.attach(scene.rendezvous, dict.fromkeys(Side, 1), timeout_s=0.2, alive=scene.turn)
-    assert "refused a caller" in caplog.text
+    assert "still there" in caplog.text
     scene.ask(1)
     assert scene.reasons(1) == ("", "")
+    scene.client.close()
+    scene.client = second  # its attach was remembered: we hear of the first one's end after it went
+    scene.until(lambda: len(second.ready) == 2)
+    scene.ask(2)
+    assert scene.reasons(2) == ("", "")
 
 
 # --- the end ---------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from workers.size_config import ConfigKeys
+    from workers.model_config import ConfigKeys
 
 _KINDS: Final = ("full_attention", "sliding_attention")
 _PATTERNS: Final = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4}

@@ -8,7 +8,7 @@ num_key_value_heads                         KV heads, else num_attention_heads
 head_dim                                    elements per head, else hidden_size / num_attention_heads
 kv_lora_rank, qk_rope_head_dim              latent attention: one key-only head of their sum
 index_head_dim                              an index key per token beside it: FP8, with a float32 scale
-sliding_window, layer_types, ...            windows, see `workers.size_windows`
+sliding_window, layer_types, ...            windows, see `workers.model_windows`
 max_position_embeddings                     the longest sequence
 torch_dtype, dtype                          element type of K and V, unless the command line says another
 ==========================================  ==========================================================================
@@ -28,7 +28,7 @@ from unikv.layer_spec import KVCacheLayerSpec, KVDtype, LayerOwner, ReusePolicy
 from unikv.ranges import head_shard
 from workers.dry import MAX_LAYERS
 from workers.hf_specs import DRAFT_LAG_TOKENS
-from workers.size_windows import layer_windows
+from workers.model_windows import layer_windows
 
 CONFIG_FILE: Final = "config.json"
 MAX_FILE_BYTES: Final = 16 << 20
@@ -79,20 +79,21 @@ class ConfigKeys:
             return default
         if value is None:
             raise self.wrong(
-                key, "missing", "an integer", f"add {key} to a copy of the file; configs may leave out defaults"
+                key, None, "an integer >= 1", f"add {key} to a copy of the file; configs may leave out defaults"
             )
         if type(value) is not int or not least <= value <= most:
-            raise self.wrong(key, value, f"an integer in [{least}, {most}]", "correct it")
+            huge = type(value) is int and value > most
+            raise self.wrong(key, value, f"an integer <= {most}" if huge else f"an integer >= {least}", "correct it")
         return value
 
     def wrong(self, key: str, got: object, want: str, cure: str) -> ConfigError:
         """Return the error for `key`."""
-        shown = got if isinstance(got, int) and abs(got) <= 10**30 else str(got)[:80]
+        shown = got if got is None or (isinstance(got, int) and abs(got) <= 10**30) else str(got)[:80]
         return ConfigError(explain(self.thing, key, shown, want, cure))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelShape:
+class ModelConfig:
     """What a model keeps per token.
 
     Attributes:
@@ -101,7 +102,7 @@ class ModelShape:
         kv_heads, head_dim, kv_factor: of every layer, global.
         windows: per layer in tokens, None for full attention; layers that keep nothing are left out.
         dtype: element type in the file, None where it names none a cache can hold.
-        dtype_name: as the file spells it.
+        dtype_name: as the file spells it, bfloat16 where it does not.
         max_seq_len: longest sequence in tokens, None where the file does not say.
         extra_buffers: bytes per token of what lies beside K and V.
     """
@@ -146,7 +147,7 @@ class ModelShape:
         kind = dtype or self.dtype
         if kind is None:
             want = f"one of {', '.join(KVDtype)}"
-            raise ConfigError(explain(self.source, "torch_dtype", self.dtype_name, want, f"pass {option}"))
+            raise ConfigError(explain(self.source, "dtype", self.dtype_name, want, f"pass {option}"))
         lag = DRAFT_LAG_TOKENS if draft else 0
         try:
             return [
@@ -168,7 +169,7 @@ class ModelShape:
             raise ConfigError(f"{self.source}: {error}, or pass another {option}") from None
 
 
-def read_model(folder: str, option: str) -> ModelShape:
+def read_model_config(folder: str, option: str = "--model") -> ModelConfig:
     """Return what the config.json in `folder` describes.
 
     Args:
@@ -184,9 +185,9 @@ def read_model(folder: str, option: str) -> ModelShape:
     kept = layers - keys.count("num_kv_shared_layers", 0, least=0)
     if kept < 1:
         raise keys.wrong("num_kv_shared_layers", layers - kept, f"< num_hidden_layers={layers}", "correct one of them")
-    name = str(keys.raw("torch_dtype") or keys.raw("dtype") or "missing")[:80]
+    name = str(keys.raw("torch_dtype") or keys.raw("dtype") or KVDtype.BFLOAT16)[:80]
     latent = keys.raw("kv_lora_rank") is not None
-    return ModelShape(
+    return ModelConfig(
         source=keys.thing,
         model_type=str(keys.raw("model_type") or "unknown")[:40],
         kv_heads=1 if latent else _kv_heads(keys),
