@@ -51,6 +51,7 @@ _DTYPES: Final = {
     **{"float": KVDtype.FLOAT32, "half": KVDtype.FLOAT16},
 }
 _INDEX_SCALE_BYTES: Final = 4
+_THING: Final = "model config "
 
 
 class ConfigKeys:
@@ -97,7 +98,7 @@ class ModelConfig:
     """What a model keeps per token.
 
     Attributes:
-        source: path of the file.
+        source: how messages name the file.
         model_type: family, "unknown" where the file does not say.
         kv_heads, head_dim, kv_factor: of every layer, global.
         windows: per layer in tokens, None for full attention; layers that keep nothing are left out.
@@ -117,6 +118,11 @@ class ModelConfig:
     dtype_name: str
     max_seq_len: int | None
     extra_buffers: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def path(self) -> str:
+        """Path of the file."""
+        return self.source.removeprefix(_THING)
 
     def local_heads(self, tp: int) -> int:
         """Return the KV heads of one of `tp` ranks: a part of them, or a copy of one.
@@ -212,7 +218,7 @@ def _load(folder: str, option: str) -> tuple[str, list[Mapping[str, Any]]]:
         reason = getattr(error, "strerror", None) or str(error)
         want = f"a model's directory with a {CONFIG_FILE} ({reason})"
         raise ConfigError(explain("size", option, folder, want, "name the directory the model lies in")) from None
-    thing = f"model config {path}"
+    thing = f"{_THING}{path}"
     if len(data) > MAX_FILE_BYTES:
         raise ConfigError(explain(thing, "size in bytes", len(data), f"<= {MAX_FILE_BYTES}", "name a config.json"))
     try:

@@ -111,8 +111,8 @@ def model_report(question: ModelQuestion) -> Report:
         layers.append(_layers("draft", draft, drafter))
         both = _Deployment([*target, *drafter], _headroom(question.draft_tokens), longest, tokens, question)
     return {
-        "model": model.source,
-        "draft_model": None if draft is None else draft.source,
+        "model": model.path,
+        "draft_model": None if draft is None else draft.path,
         "tp": question.tp,
         "tokens": tokens,
         "requests": question.requests,

@@ -123,6 +123,7 @@ def test_a_drafter_with_a_window_takes_its_window(models: tuple[str, str]) -> No
 def test_defaults(models: tuple[str, str]) -> None:
     found = plan(*models)
     assert (found["tokens"], found["requests"], found["draft_tokens"]) == (131072, 1, 5)
+    assert (found["model"], found["draft_model"]) == tuple(f"{model}/config.json" for model in models)
     assert plan(models[0])["draft_tokens"] == 0
 
 
