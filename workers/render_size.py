@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from rich.console import Group, RenderableType
+from rich.table import Table
 from rich.text import Text
 
 from workers.render import Result, size_text, table, window_text
@@ -28,27 +29,44 @@ def pair(result: Result) -> RenderableType:
 
 
 def model(result: Result) -> RenderableType:
-    """Show how many requests fit, with and without the drafter."""
+    """Show what requests cost and how many fit, with the drafter and without."""
     head = f"{result['model']}: requests of {result['tokens']:,} tokens in {size_text(result['memory_bytes'])} "
     head += f"per rank, tp {result['tp']}, {result['tokens_per_block']} tokens per block"
-    layers = table("Layers of the models", "owner", "layers", "windowed", "KV heads", "head dim", "stores", "dtype")
+    if result["draft_tokens"]:
+        head += f", {result['draft_tokens']} drafts a step"
+    layers = table("Layers of the models", "owner", "layers", "windows", "KV heads", "head dim", "stores", "dtype")
     for entry in result["layers"]:
         stored = "K and V" if entry["kv_factor"] == 2 else "latent"
-        values = (entry["count"], entry["windowed"], entry["kv_heads"], entry["head_dim"])
-        layers.add_row(entry["owner"], *map(str, values), stored, entry["dtype"])
-    fits = table("What fits, per rank", "cache", "bytes per token", "a request", "requests", "longest request")
-    for name, key in (("target alone", "without_draft"), ("with the drafter", "with_draft")):
-        found = result[key]
-        if found is not None:
-            fits.add_row(
-                name,
-                f"{found['bytes_per_token']:,}",
-                size_text(found["request_bytes"]),
-                f"{found['requests']:,}",
-                f"{found['longest_request_tokens']:,}",
-            )
+        windows = ", ".join(f"{part['layers']} x {window_text(part['window'])}" for part in entry["windows"])
+        heads = f"{entry['local_kv_heads']} of {entry['kv_heads']}"
+        layers.add_row(
+            entry["owner"], str(entry["count"]), windows, heads, str(entry["head_dim"]), stored, entry["dtype"]
+        )
     note = "in whole pages, drafts and null pages included; weights and activations are not"
-    return Group(Text(head, style="bold"), layers, fits, Text(note, style="dim"))
+    return Group(Text(head, style="bold"), layers, _needs(result), *_groups(result), Text(note, style="dim"))
+
+
+def _needs(result: Result) -> Table:
+    named = (("with the drafter", result["with_draft"]), ("target alone", result["without_draft"]))
+    cases = [(name, case) for name, case in named if case is not None]
+    needs = table("What fits, per rank", "", *(name for name, _ in cases))
+    for column in needs.columns[1:]:
+        column.justify = "right"
+    for name, key, show in (
+        ("bytes per token, layers without a window", "bytes_per_token", _count),
+        ("bytes per token in prefill, all layers", "context_bytes_per_token", _count),
+        ("bytes per request, windows and sinks", "fixed_bytes_per_request", size_text),
+        ("a request", "request_bytes", size_text),
+        ("null pages, once", "null_bytes", size_text),
+        ("a context chunk in windows, once", "chunk_bytes", size_text),
+        (f"pools for {result['requests']:,} request(s)", "pool_bytes", size_text),
+        ("requests that fit", "requests", _count),
+        ("longest request that fits, in tokens", "longest_request_tokens", _count),
+    ):
+        if key != "chunk_bytes" or result["iteration_tokens"]:
+            style = "bold" if key == "requests" else ""
+            needs.add_row(name, *(show(case[key]) for _, case in cases), style=style)
+    return needs
 
 
 def _fits(result: Result) -> Iterable[Text]:
@@ -67,15 +85,22 @@ def _fits(result: Result) -> Iterable[Text]:
 
 def _one_request(result: Result) -> Iterable[RenderableType]:
     if result["tokens_per_request"]:
-        title = f"One request of {result['tokens_per_request']:,} tokens"
-        groups = table(title, "group", "owner", "window", "page", "pages", "bytes")
-        for group in result["groups"]:
-            groups.add_row(
-                str(group["id"]),
-                group["owner"],
-                window_text(group["window"]),
-                size_text(group["page_bytes"]),
-                f"{group['pages_per_request']:,}",
-                f"{group['bytes']:,}",
-            )
-        yield groups
+        yield from _groups({**result, "tokens": result["tokens_per_request"]})
+
+
+def _groups(result: Result) -> Iterable[RenderableType]:
+    groups = table(f"One request of {result['tokens']:,} tokens", "group", "owner", "window", "page", "pages", "bytes")
+    for group in result["groups"]:
+        groups.add_row(
+            str(group["id"]),
+            group["owner"],
+            window_text(group["window"]),
+            size_text(group["page_bytes"]),
+            f"{group['pages_per_request']:,}",
+            f"{group['bytes']:,}",
+        )
+    yield groups
+
+
+def _count(value: int) -> str:
+    return f"{value:,}"

@@ -1,15 +1,19 @@
-"""From tokens to a quota and back, over ranks and the resume watermark, and the drafter's share."""
+"""Quotas: the resume watermark, agreement of ranks, and the drafter's part."""
+
+from __future__ import annotations
 
 import math
+from dataclasses import replace
+from fractions import Fraction
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from unikv.errors import SpecError
-from unikv.layer_spec import KVCacheLayerSpec, KVDtype, LayerOwner, ReusePolicy
+from unikv.ids import LayerId
+from unikv.layer_spec import KVCacheLayerSpec, LayerOwner
 from unikv.sizing import CacheCost
-from unikv.sizing_layers import LayerCosts
 from unikv.sizing_quota import (
     agreed_quota,
     append_draft_ratio,
@@ -19,99 +23,133 @@ from unikv.sizing_quota import (
     usable_tokens,
     windowed_pool_bytes,
 )
-from unikv.sizing_requests import RequestCost
+from unikv.testing import mixed_specs
 
-COST = CacheCost(
-    context_bytes_per_token=40,
-    generation_bytes_per_token=20,
-    fixed_bytes_per_request=3840,
-    max_requests=4,
-    max_num_tokens=1000,
-)
+UTILISATIONS = st.integers(1, 1000).map(lambda part: part / 1000)
 
 
-def layer(number, window=None, *, size=100, owner=LayerOwner.TARGET, **more):
-    """One layer of `size` bytes a token: key only, float8, so that a byte is an element."""
-    return KVCacheLayerSpec(
-        layer_id=number,
-        owner=owner,
-        num_kv_heads=1,
-        head_dim=size,
-        kv_factor=1,
-        dtype=KVDtype.FLOAT8_E4M3FN,
-        window=window,
-        **more,
+def mixed_cost(specs: tuple[KVCacheLayerSpec, ...] = mixed_specs()) -> CacheCost:
+    return CacheCost.from_specs(
+        specs,
+        tokens_per_block=32,
+        max_seq_len=8192,
+        generation_headroom_tokens=15,
+        max_requests=8,
+        max_num_tokens=2048,
     )
 
 
-@pytest.mark.parametrize("value", [0, -0.1, 1.1, math.nan])
-def test_watermarks_out_of_range_are_refused(value):
-    with pytest.raises(SpecError, match=r"max_util_for_resume is .*, expected in \(0, 1\]"):
-        check_utilisation(value)
+def plain_cost(bytes_per_token: int, requests: int = 0, fixed_bytes: int = 0) -> CacheCost:
+    return CacheCost(
+        context_bytes_per_token=bytes_per_token,
+        generation_bytes_per_token=bytes_per_token,
+        fixed_bytes_per_request=fixed_bytes,
+        max_requests=requests,
+        max_num_tokens=0,
+    )
 
 
-@given(tokens=st.integers(0, 10**7), percent=st.integers(1, 100))
-def test_a_quota_below_the_watermark_holds_its_tokens_and_no_more_than_it_must(tokens, percent):
-    quota = quota_for_tokens(COST, tokens, max_util_for_resume=percent / 100)
-    held = usable_tokens(COST, quota, max_util_for_resume=percent / 100)
-    assert held is not None and held >= tokens
+def test_draft_share_is_the_draft_cost_of_the_tokens_that_fit() -> None:
+    total, draft = mixed_cost(), mixed_cost(mixed_specs()[4:])
+    share = draft_share(total, draft, 6422528)
+    assert share == (2048 * 1024 + 8 * 131072) / 6422528
+    # Bytes per token alone would have said 1024 of 1824, whatever the length.
+    assert draft_share(total, draft, 9699328) < share < 1024 / 1824
+
+
+@pytest.mark.parametrize(("quota_bytes", "needed"), [(1000, 8 * 131072), (8 * 131072, 8 * 131072)])
+def test_a_draft_that_leaves_nothing_is_refused(quota_bytes: int, needed: int) -> None:
+    with pytest.raises(
+        SpecError, match=rf"draft layers: quota_bytes is {needed}, expected in \(0, quota_bytes={quota_bytes}\)"
+    ):
+        draft_share(mixed_cost(), mixed_cost(mixed_specs()[4:]), quota_bytes)
+
+
+@pytest.mark.parametrize("part", [0, -0.1, 1.1, math.nan, math.inf])
+def test_a_watermark_is_a_part(part: float) -> None:
+    with pytest.raises(SpecError, match=rf"cache quota: max_util_for_resume is {part}, expected in \(0, 1\]"):
+        check_utilisation(part)
+
+
+def test_a_watermark_is_the_number_that_was_written() -> None:
+    # The float 0.95 is a little less: exact division by it would round 100 up to 101.
+    assert check_utilisation(0.95) == Fraction(19, 20)
+    assert quota_for_tokens(plain_cost(1), 95, max_util_for_resume=0.95) == 100
+    assert check_utilisation(1) == 1
+    assert check_utilisation(1e-5) == Fraction(1, 100000)
+
+
+def test_a_quota_for_tokens_leaves_room_above_the_watermark_and_never_passes_the_limit() -> None:
+    assert quota_for_tokens(mixed_cost(), 4096) == 6422528
+    assert quota_for_tokens(mixed_cost(), 4096, max_util_for_resume=0.9) == math.ceil(Fraction(6422528 * 10, 9))
+    assert quota_for_tokens(mixed_cost(), 4096, max_util_for_resume=0.9, limit_bytes=7_000_000) == 7_000_000
+    assert quota_for_tokens(mixed_cost(), 4096, max_util_for_resume=0.9, limit_bytes=10**9) < 10**7
+
+
+@given(st.integers(0, 20_000), UTILISATIONS)
+def test_what_a_quota_was_made_for_is_usable(tokens: int, part: float) -> None:
+    quota_bytes = quota_for_tokens(mixed_cost(), tokens, max_util_for_resume=part)
+    usable = usable_tokens(mixed_cost(), quota_bytes, max_util_for_resume=part)
+    assert usable == tokens
     if tokens:
-        less = usable_tokens(COST, quota - 1, max_util_for_resume=percent / 100)
-        assert less is not None and less <= tokens
-    assert quota_for_tokens(COST, tokens, limit_bytes=quota // 2) <= quota // 2
+        assert (usable_tokens(mixed_cost(), quota_bytes - 1, max_util_for_resume=part) or 0) < tokens
 
 
-def test_ranks_agree_on_what_the_tightest_can_use_and_never_grow():
-    quota = COST.quota_bytes(5000)
-    assert agreed_quota(COST, quota, [5000, 3000, None]) == COST.quota_bytes(3000)
-    assert agreed_quota(COST, quota, [5000, 9000]) == quota
-    assert agreed_quota(COST, quota, [None, None]) == quota
+def test_ranks_agree_on_the_tightest() -> None:
+    wide = plain_cost(10)
+    assert agreed_quota(wide, 1000, [100, 40, None]) == 400
+    assert agreed_quota(wide, 1000, [100, 40], max_util_for_resume=0.8) == 500
+    assert agreed_quota(wide, 300, [100, 40]) == 300
+    assert agreed_quota(wide, 1000, [None, None]) == 1000
+    with pytest.raises(SpecError, match="max_util_for_resume is 0"):
+        agreed_quota(wide, 1000, [None], max_util_for_resume=0)
 
 
-def test_a_pool_of_windows_is_rounded_to_whole_slots_before_and_after_the_watermark():
-    assert windowed_pool_bytes(1000, 300, max_util_for_resume=0.95) == 5 * 300
-    assert windowed_pool_bytes(1200, 300) == 4 * 300
+@given(st.lists(st.tuples(st.integers(1, 50), st.integers(0, 10_000)), min_size=1, max_size=5), UTILISATIONS)
+def test_after_agreement_every_rank_can_use_as_many_tokens(ranks: list[tuple[int, int]], part: float) -> None:
+    costs = [plain_cost(size) for size, _ in ranks]
+    quotas = [quota for _, quota in ranks]
+    tokens = [usable_tokens(c, q, max_util_for_resume=part) for c, q in zip(costs, quotas, strict=True)]
+    agreed = [agreed_quota(c, q, tokens, max_util_for_resume=part) for c, q in zip(costs, quotas, strict=True)]
+    assert all(new <= old for new, old in zip(agreed, quotas, strict=True))
+    least = min(count for count in tokens if count is not None)
+    assert {usable_tokens(c, q, max_util_for_resume=part) for c, q in zip(costs, agreed, strict=True)} == {least}
 
 
-def test_the_drafters_share_is_what_its_windows_and_one_chunk_need():
-    specs = [layer(0), layer(1, 504, owner=LayerOwner.DRAFT, reuse_policy=ReusePolicy.OPTIONAL)]
-    load = {
-        "tokens_per_block": 32,
-        "max_seq_len": 8192,
-        "generation_headroom_tokens": 9,
-        "max_requests": 64,
-        "max_num_tokens": 512,
-    }
-    total, draft = (CacheCost.from_specs(chosen, **load) for chosen in (specs, specs[1:]))
-    quota = 64 * 2000 * 100
-    # 504 + 9 - 1 positions touch at most 17 blocks of 32, in every one of 64 requests; and a chunk of 512 tokens.
-    assert draft.quota_bytes(10**6) == 64 * 17 * 32 * 100 + 512 * 100
-    assert draft_share(total, draft, quota) == draft.quota_bytes(10**6) / quota
-    assert append_draft_ratio([0.25, 0.75], 0.2) == pytest.approx((0.2, 0.6, 0.2))
-    for wrong in (0, 1, -0.5, 1.5):
-        with pytest.raises(SpecError, match="draft ratio"):
-            append_draft_ratio([1.0], wrong)
-    with pytest.raises(SpecError, match="give the cache more bytes"):
-        draft_share(total, draft, 1000)
+def test_a_pool_of_windows_alone_is_rounded_up_to_slots_twice() -> None:
+    # 1000 bytes are 4 slots of 300, and 4 slots below nine tenths are 5.
+    assert windowed_pool_bytes(1000, 300) == 1200
+    assert windowed_pool_bytes(1000, 300, max_util_for_resume=0.9) == 1500
+    draft = mixed_cost(mixed_specs()[4:])
+    assert windowed_pool_bytes(draft.intercept_bytes, 32768, max_util_for_resume=0.95) == 102 * 32768
 
 
-def test_costs_of_single_requests_as_a_scheduler_counts_them():
-    specs = [layer(0, 64), layer(1, 64), layer(2), layer(3)]
-    fields = {"tokens_per_block": 16, "max_seq_len": 4096}
-    plain = RequestCost.from_specs(specs, **fields)
-    scratch = RequestCost.from_specs(specs, share_window_scratch=True, **fields)
-    assert plain.bytes("context", 1000) == 400_000
-    assert scratch.bytes("context", 1000) == 1000 * 300 + 64 * 100
-    assert plain.bytes("generation", 1000, 5) - plain.bytes("generation", 1000, 4) == 200
-    with pytest.raises(SpecError, match="state is 'paused', expected one of context, generation"):
-        plain.bytes("paused", 10)
+def test_a_draft_ratio_scales_the_others_down() -> None:
+    assert append_draft_ratio([0.75, 0.25], 0.2) == pytest.approx((0.6, 0.2, 0.2))
+    assert sum(append_draft_ratio([0.5, 0.5], 0.1)) == pytest.approx(1.0)
 
 
-def test_layers_that_differ_in_sinks_policy_or_owner_share_no_scratch():
-    same = [layer(0, 64), layer(1, 64)]
-    for changes in ({"sink_tokens": 16}, {"reuse_policy": ReusePolicy.PRIVATE}, {"owner": LayerOwner.DRAFT}):
-        costs = LayerCosts.from_specs([*same, layer(2, 64, **changes)], tokens_per_block=16, max_seq_len=None)
-        assert [window.repeats for window in costs.windowed] == [False, True, False]
-        assert costs.context_bytes_per_token(share_window_scratch=True) == 200
-    sinks = LayerCosts.from_specs([layer(0, 64, sink_tokens=17)], tokens_per_block=16, max_seq_len=None)
-    assert sinks.fixed_bytes(1) == (2 + 5) * 16 * 100
+@pytest.mark.parametrize("ratio", [0.0, 1.0, -0.1, 1.5, math.nan])
+def test_a_draft_ratio_leaves_something_to_both(ratio: float) -> None:
+    with pytest.raises(SpecError, match=r"pool split: draft ratio is .*, expected in \(0, 1\)"):
+        append_draft_ratio([1.0], ratio)
+
+
+def test_a_windowed_drafters_share_is_its_windows_and_one_chunk() -> None:
+    full = replace(mixed_specs()[4], layer_id=LayerId(0), owner=LayerOwner.TARGET, window=None)
+    draft_spec = replace(full, layer_id=LayerId(1), owner=LayerOwner.DRAFT, window=504)
+    total, draft = (
+        CacheCost.from_specs(
+            specs,
+            tokens_per_block=32,
+            max_seq_len=8192,
+            generation_headroom_tokens=9,
+            max_requests=64,
+            max_num_tokens=512,
+        )
+        for specs in ([full, draft_spec], [draft_spec])
+    )
+    # 504 + 9 - 1 positions touch at most 17 blocks of 32, in each of 64 requests; and a chunk of 512 tokens.
+    assert draft.quota_bytes(10**6) == (64 * 17 * 32 + 512) * 512
+    quota_bytes = total.quota_bytes(64 * 2000)
+    assert draft_share(total, draft, quota_bytes) == draft.quota_bytes(10**6) / quota_bytes
