@@ -3,7 +3,6 @@
 import pytest
 
 from unikv.errors import CapacityError
-from unikv.ids import RequestId
 
 
 def test_a_step_that_never_fits_says_so_although_another_pool_group_is_short_for_now(make_bench, make_layer):
@@ -16,5 +15,4 @@ def test_a_step_that_never_fits_says_so_although_another_pool_group_is_short_for
     assert refused.value.permanent
     with pytest.raises(CapacityError, match="can never fit"):
         bench.manager.check_fits(23, 6)
-    assert chat.request.request_id == RequestId(0)
     assert (chat.request.capacity_tokens, chat.request.history_tokens) == (5, 5)
