@@ -130,6 +130,7 @@ class UnifiedKVCacheManager(LayerViews):
             copy_pages=self._copier.copy,
             max_capacity_tokens=self.max_blocks_per_sequence * ledger.ledger_tokens_per_block,
             max_utilisation=reuse.max_utilisation,
+            running=set(),
             pins=set(),
             ledger=ledger,
         )

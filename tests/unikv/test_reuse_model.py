@@ -109,14 +109,13 @@ class Model:
         growths: (drafts, added tokens) of the steps that are not settled, oldest first.
         reuses: whether it takes part in prefix reuse.
         ran: whether it was resumed before.
-        declined: OPTIONAL groups that a resume left out, even one that failed.
     """
 
     def __init__(self, request, scope, tokens, groups, *, reuses):
         self.request, self.scope, self.tokens, self.reuses = request, scope, tokens, reuses
         self.state = SUSPENDED if reuses else ACTIVE
         self.capacity = self.history = self.committed = self.claimed = request.history_tokens
-        self.committing, self.ran, self.growths, self.declined = reuses, not reuses, [], set()
+        self.committing, self.ran, self.growths = reuses, not reuses, []
         self.known = {group.group_id: np.zeros(2 * MAX_SEQ_LEN, dtype=bool) for group in groups}
 
     def settle(self, capacity, history):
@@ -471,7 +470,7 @@ class ReuseMachine(RuleBasedStateMachine):
     def resume_first(self, model, chosen):
         """Take over what was claimed, and some of the OPTIONAL groups that offer themselves."""
         status = {status.group_id: status for status in model.request.reuse_status()}
-        fit = [g.group_id for g in self.optional if status[g.group_id].complete and g.group_id not in model.declined]
+        fit = [g.group_id for g in self.optional if status[g.group_id].complete]
         wrong = [g.group_id for g in self.groups if g.group_id not in fit] + [-1, len(self.groups)]
         if chosen == 3:
             self.refused(SpecError, lambda: model.request.resume(wrong[:1]))
@@ -484,11 +483,12 @@ class ReuseMachine(RuleBasedStateMachine):
                 model.known[group.group_id][: model.claimed] = group.group_id in taken
                 self.spoil(model, group, model.claimed if group.group_id in taken else 0, 2 * MAX_SEQ_LEN)
             model.ran = True
-        model.declined |= {group_id for group_id in fit if group_id not in select}
+            taking = [status.group_id for status in model.request.reuse_status() if status.complete]
+            assert taking == [g.group_id for g in self.groups if model.claimed and g.group_id in taken]
 
     def resumed(self, model, select, copies):
         """Resume; where it is refused nothing changes, and it is not refused without need."""
-        before, needed = self.picture(), Counter()
+        before, free, needed = self.picture(), self.free(), Counter()
         for group in self.groups:
             live = self.alive_blocks(group, model.capacity, model.history)
             needed[group.pool_group] += len(live) + copies[group.group_id]
@@ -496,8 +496,9 @@ class ReuseMachine(RuleBasedStateMachine):
         if result is ResumeResult.OK:
             model.state = ACTIVE
             return True
-        assert self.picture() == before
-        assert result is ResumeResult.OUT_OF_PAGES or self.reuse.max_utilisation < 1.0
+        assert (self.picture(), self.free()) == (before, free)
+        crowded = self.reuse.max_utilisation < 1.0 and self.has(ACTIVE)
+        assert result is ResumeResult.OUT_OF_PAGES or crowded, "where nothing runs, nobody is told to wait for others"
         alone = len(self.models) == 1 and not self.pins
         fits = model.ran or all(needed[group.pool_group] <= self.exist(group) for group in self.groups)
         assert not (alone and fits and result is ResumeResult.OUT_OF_PAGES), "who is alone has the pages"
