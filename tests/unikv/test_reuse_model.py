@@ -2,7 +2,8 @@
 
 Whoever writes a position writes a number made of its layer and of all tokens up to it. So a page that was evicted,
 shared, copied or moved wrongly shows as soon as somebody may read it. Only public calls are made, on real pools and a
-real host tier, which are so small that nearly every step has to push somebody out.
+real host tier, which are so small that nearly every step has to push somebody out. Copies to and from the host fail
+now and then.
 """
 
 from collections import Counter
@@ -124,6 +125,33 @@ class Model:
             known[capacity:] = False
 
 
+class HostError(RuntimeError):
+    """What a device says that has no memory for a copy."""
+
+
+class FailingTier:
+    """A real host tier whose next copy of one kind may fail when half of it is done."""
+
+    def __init__(self, tier):
+        self.tier, self.fails = tier, ""
+
+    def num_slots(self, pool_group):
+        return self.tier.num_slots(pool_group)
+
+    def store(self, moves):
+        self.copy("store", moves)
+
+    def load(self, moves):
+        self.copy("load", moves)
+
+    def copy(self, kind, moves):
+        if self.fails == kind:
+            self.fails = ""
+            getattr(self.tier, kind)({group_id: copies[: len(copies) // 2] for group_id, copies in moves.items()})
+            raise HostError
+        getattr(self.tier, kind)(moves)
+
+
 class ReuseMachine(RuleBasedStateMachine):
     steps = 0
     """What was done to any cache so far."""
@@ -172,6 +200,7 @@ class ReuseMachine(RuleBasedStateMachine):
             reuse=self.reuse,
             host_tier=None if host_pages is None else HostTierOptions(pages=host_pages),
         )
+        self.tier = self.manager._cache._tier = None if host_pages is None else FailingTier(self.manager._tier)
         self.groups = self.manager.layout.groups
         self.required = [g for g in self.groups if g.reuse_policy is ReusePolicy.REQUIRED]
         self.optional = [g for g in self.groups if g.reuse_policy is ReusePolicy.OPTIONAL]
@@ -290,6 +319,9 @@ class ReuseMachine(RuleBasedStateMachine):
             assert self.free() == free
             assert error.needed_pages > error.free_pages
             assert error.permanent == self.never_fits(capacity, history)
+            return False
+        except HostError:
+            assert (self.picture(), self.free()) == (before, free)
             return False
         assert all(needed[number] <= free[number] + given[number] for number in free)
         assert all(self.free()[number] >= free[number] - needed[number] for number in free)
@@ -492,7 +524,14 @@ class ReuseMachine(RuleBasedStateMachine):
         for group in self.groups:
             live = self.alive_blocks(group, model.capacity, model.history)
             needed[group.pool_group] += len(live) + copies[group.group_id]
-        result = model.request.resume(select)
+        try:
+            result = model.request.resume(select)
+        except HostError:
+            assert [seen[:3] for seen in self.picture()] == [seen[:3] for seen in before]
+            left_out = [g.group_id for g in self.optional if select is not None and g.group_id not in select]
+            assert not any(status.complete for status in model.request.reuse_status() if status.group_id in left_out)
+            assert all(self.free()[number] >= free[number] for number in free)
+            return False
         if result is ResumeResult.OK:
             model.state = ACTIVE
             return True
@@ -526,6 +565,14 @@ class ReuseMachine(RuleBasedStateMachine):
         model.request.close()
         model.request.close()
         self.models.remove(model)
+        if model.ran and model.committing and model.committed == model.history:
+            self.check_published(model)
+
+    @precondition(lambda self: self.tier is not None)
+    @rule(kind=st.sampled_from(["", "", "store", "load"]))
+    def break_the_host(self, kind):
+        """Let the next copy of a kind fail; who asks for it must be left as he was."""
+        self.tier.fails = kind
 
     @rule(really=seldom)
     def clear(self, really):
