@@ -297,7 +297,7 @@ class PageCacheManager:
         own: Mapping[int, int] | None = None,
         given_up: Sequence[CachedPage] = (),
     ) -> dict[int, int]:
-        """Return the slots needed per pool group.
+        """Return the slots needed per pool group; CapacityError if they are not to be had.
 
         Args:
             changes: what the step wants and gives back.
@@ -305,9 +305,6 @@ class PageCacheManager:
             cold: further slots needed per pool group, for pages on the host.
             own: idle held pages per pool group that must not make room, since the step needs them.
             given_up: pages that lose a holder with the step.
-
-        Raises:
-            CapacityError: they are not to be had.
         """
         needed: dict[int, int] = dict(cold or {})
         for change in changes:
