@@ -234,7 +234,7 @@ def test_a_page_that_was_used_again_goes_later(shelf):
 
 def test_a_held_page_stays_where_there_is_no_host(shelf):
     each = shelf(slots=3)
-    held, droppable = each.publish([1] * TPB)[0], each.publish([2] * TPB)[0]
+    held, droppable = each.publish([1] * TPB, priority=0)[0], each.publish([2] * TPB)[0]
     each.hold(held)
     assert each.cache.available(0) == 1
     with pytest.raises(CapacityError, match="needs 2 pages of pool group 0, where 1 of 2 are free"):
@@ -406,6 +406,17 @@ def test_making_room_in_one_group_leaves_pages_on_their_way_in_another(shelf):
     assert each.tier.host[1, window.cold - 1] is window
     assert other[0].slot == NO_PAGE
     each.unhold(window)
+
+
+def test_a_page_that_is_dropped_by_making_room_for_it_on_the_host_is_gone(shelf):
+    """The only place on the host has the block before it, without which it is of no use."""
+    each = shelf(slots=3, host=[1])
+    root = each.publish([1] * TPB)[0]
+    leaf = each.publish([1] * TPB + [2] * TPB)[0]
+    each.take(1)
+    assert (root.slot, leaf.slot != NO_PAGE) == (NO_PAGE, True)
+    each.take(1)
+    assert (root.node, leaf.node, each.cache._cold[0].num_used) == (None, None, 0)
 
 
 def test_a_group_without_host_pages_drops(shelf):

@@ -691,6 +691,16 @@ def test_a_drafter_that_skipped_the_start_says_so(make):
     assert reads == {11: False, 12: False, 13: True, 14: True, 16: True}
 
 
+def test_a_page_that_ends_earlier_does_not_replace_one_that_begins_late(make):
+    bench = make((OPTIONAL, 16))
+    late = bench.open(1, words(8))
+    late.compute(8, skip={1: 2})
+    page = bench.page(words(8), 0, 1)
+    bench.publish(2, words(3), claim_limit=0)
+    assert bench.page(words(8), 0, 1) is page
+    assert (page.valid_from, page.span) == (2, 4)
+
+
 def test_requests_that_share_a_page_publish_anew_what_each_of_them_knows_of_it(make):
     """The first one did not write the start of the block. It shares a page that has it, and does not know."""
     bench = make((OPTIONAL, 16))

@@ -215,6 +215,7 @@ def test_a_step_whose_copy_to_the_host_fails_changes_nothing(make):
     """Slots it gave back first are its own again, wherever they had gone."""
     bench = make(window=8, pages=9, host=20)
     chat = bench.open(1, words(24))
+    chat.stop()
     chat.compute(16, commit=False)
     rival = bench.open(2, words(12, salt=2))
     rival.compute(12, commit=False)
@@ -226,7 +227,7 @@ def test_a_step_whose_copy_to_the_host_fails_changes_nothing(make):
     bench.check()
     assert picture(bench, chat) == before
     bench.tier.broken = ""
-    chat.compute(24)
+    chat.compute(24, commit=False)
     chat.suspend()
     assert rival.resume() is OK
     rival.commit(12)

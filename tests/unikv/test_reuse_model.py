@@ -160,6 +160,7 @@ class ReuseMachine(RuleBasedStateMachine):
         super().__init__()
         self.models, self.pins, self.next_id = [], {}, 0
         self.published = []  # (scope, tokens) of everything that was ever committed since the last clear
+        self.late = False  # whether somebody has left out the start of a chunk in a REQUIRED group since then
         self.manager = None
 
     @initialize(
@@ -588,7 +589,7 @@ class ReuseMachine(RuleBasedStateMachine):
             (scope, tokens) for scope, tokens in self.published if self.manager.probe(tokens, scope=scope).num_tokens
         ]
         assert not lost
-        self.published = []
+        self.published, self.late = [], False
 
     # ---- computing
 
@@ -630,6 +631,7 @@ class ReuseMachine(RuleBasedStateMachine):
         if not self.attempt(model, lambda: model.request.resize(capacity), capacity, model.history):
             return False
         group = self.groups[which % len(self.groups)]
+        self.late |= group.reuse_policy is ReusePolicy.REQUIRED
         self.spoil(model, group, model.history, first)
         model.request.mark_written(group.group_id, first, sinks=False)
         model.known[group.group_id][:first] = False
@@ -739,9 +741,12 @@ class ReuseMachine(RuleBasedStateMachine):
     def check_published(self, model):
         """What was just published to its end is found to its end, where somebody has a page of every block.
 
-        A shorter end may lack pages: the window has moved on, and what it left behind may have been evicted.
+        A shorter end may lack pages: the window has moved on, and what it left behind may have been evicted. And where
+        somebody's page of a block begins late, one that begins in time but ends earlier does not take its place.
         """
         history = model.history
+        if self.late:
+            return
         end = history if self.reuse.partial_blocks else history - history % self.tpb
         full = [g for g in self.required if g.window is None]
         known = all(
