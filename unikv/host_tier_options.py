@@ -10,6 +10,7 @@ from unikv.errors import SpecError, explain
 from unikv.layer_spec import KVCacheLayerSpec, KVDtype
 
 CODECS: Final = ("identity", "fp8")
+"""Names of the codecs, see `unikv.cold_codec`."""
 _FP8_DTYPES: Final = (KVDtype.FLOAT16, KVDtype.BFLOAT16)
 
 

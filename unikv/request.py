@@ -164,6 +164,9 @@ class KVCacheRequest(RequestPages):
     def revert_context(self, capacity_tokens: int) -> bool:
         """Undo the scheduling of a prefill chunk: shrink to the capacity before it and suspend.
 
+        Args:
+            capacity_tokens: the capacity before the chunk.
+
         Returns:
             False where the history has passed that capacity: then the request was closed, and its prompt begins anew.
 

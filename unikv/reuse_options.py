@@ -38,6 +38,7 @@ class ReuseOptions:
 
 
 DEFAULT_REUSE: Final = ReuseOptions()
+"""Partial blocks, no back-off, no watermark."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
