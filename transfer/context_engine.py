@@ -12,7 +12,7 @@ from transfer.context_requests import ContextRequest, LegWork, RequestBook
 from transfer.context_session import ENDED_LEGS, ContextSession
 from transfer.context_work import ContextWork
 from transfer.copier import Copier
-from transfer.exchange import Clock, Exchange, PeerKey
+from transfer.exchange import Clock, Exchange, PeerKey, legible
 from transfer.hello import RankCard
 from transfer.link import Link
 from transfer.messages import (
@@ -107,6 +107,7 @@ class ContextEngine:
 
     def fail(self, request_id: RequestId, reason: str) -> None:
         """Give a request up, published or not: whoever asks for it hears `reason`."""
+        reason = legible(reason)
         request = self._requests.get(request_id)
         if request is None:
             self._requests.end(request_id, reason)
@@ -115,7 +116,7 @@ class ContextEngine:
 
     def shut_down(self, reason: str) -> None:
         """Fail everything open; what moves is drained first."""
-        self._shutting_down = reason
+        self._shutting_down = reason = legible(reason)
         for request in self._requests:
             self._work.do(request, partial(request.session.fail, reason))
 
