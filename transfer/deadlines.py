@@ -29,14 +29,14 @@ class DeadlineManager:
 
 
 class Pace:
-    """Says when something that happens again and again is due: at the first look, then after every `every_s`."""
+    """Says when something that happens again and again is due: every `every_s`, counted from the first look."""
 
     def __init__(self, every_s: float) -> None:
-        self._every_s, self._next_s = every_s, float("-inf")
+        self._every_s, self._next_s = every_s, float("inf")
 
     def due(self, now_s: float) -> bool:
         """Return whether it is time; if so, the next time counts from now."""
-        if now_s < self._next_s:
-            return False
-        self._next_s = now_s + self._every_s
-        return True
+        due = now_s >= self._next_s
+        if due or self._next_s == float("inf"):
+            self._next_s = now_s + self._every_s
+        return due

@@ -8,7 +8,6 @@ copy that still reads them cannot go unnoticed. Copies that are held happen when
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -44,7 +43,7 @@ TIMEOUT_S = 30.0
 TOKENS = 9
 BLOCKS = -(-TOKENS // TOKENS_PER_BLOCK)
 REQUESTS = 8
-EXAMPLES = int(os.environ.get("EX", "60"))
+WALKS = settings().max_examples  # 60 in the ci profile, thousands in the long one
 SLOTS = 2 + BLOCKS * REQUESTS
 JUNK = 0xEE
 REQUEST, NUMBER, SIDE = st.integers(0, REQUESTS - 1), st.integers(0, 1), st.sampled_from(Side)
@@ -347,13 +346,17 @@ class StagedInstances(Sessions):
     tp, path = 2, PathKind.ZMQ
 
 
-MACHINES = [DirectSessions, StagedSessions, DirectInstances, StagedInstances]
+MACHINES = [(DirectSessions, 120), (StagedSessions, 120), (DirectInstances, 50), (StagedInstances, 50)]
+"""And how many walks of each, in the ci profile."""
 
 
-@pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.__name__)
-def test_no_page_is_touched_after_its_end_and_nothing_lives_for_ever(machine: type[Sessions]) -> None:
+@pytest.mark.timeout(3000)  # the long profile, and the search for a short way to a failure
+@pytest.mark.parametrize(("machine", "share"), MACHINES, ids=lambda value: getattr(value, "__name__", ""))
+def test_no_page_is_touched_after_its_end_and_nothing_lives_for_ever(machine: type[Sessions], share: int) -> None:
     logging.disable(logging.CRITICAL)
     try:
-        run_state_machine_as_test(machine, settings=settings(max_examples=EXAMPLES, stateful_step_count=60))
+        run_state_machine_as_test(
+            machine, settings=settings(max_examples=max(1, WALKS * share // 60), stateful_step_count=60)
+        )
     finally:
         logging.disable(logging.NOTSET)
