@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
-from workers.bench_case import BenchRequest, Progress, case_result, pattern_jobs, run_pair, summarise
+from workers.bench_case import FLOOR_ALTERNATING, BenchRequest, Progress, case_result, pattern_jobs, run_beside_floor, run_pair, summarise
 from workers.config import HFRunnerConfig, PairConfig
 from workers.config_load import load_pair, pair_cases
 from workers.floors import memcpy_gb_per_s
@@ -48,8 +48,12 @@ def _run_case(
 
         return run_model_case(request, pair, name, floor, progress)
     jobs = pattern_jobs(pair)
-    run = run_pair(request, pair, name, [jobs[-1]] * WARM_UPS + jobs, progress)
-    return case_result(name or pair.name, pair, run, run.records[WARM_UPS:], floor)
+    jobs = [jobs[-1]] * WARM_UPS + jobs
+    if pair.workload.concurrency > 1:
+        run = run_pair(request, pair, name, jobs, progress)
+        return case_result(name or pair.name, pair, run, run.records[WARM_UPS:], floor)
+    run, floors = run_beside_floor(request, pair, name, jobs, progress)
+    return case_result(name or pair.name, pair, run, run.records[WARM_UPS:], floors[WARM_UPS:])
 
 
 def succeeded(result: dict[str, Any]) -> bool:
@@ -61,13 +65,13 @@ def succeeded(result: dict[str, Any]) -> bool:
 
 def _result(pair: PairConfig, cases: list[dict[str, Any]]) -> dict[str, Any]:
     requests = [entry for case in cases for entry in case["requests"]]
-    floor = cases[0]["summary"]["floor_gb_per_s"]
+    alternating = all(case["summary"]["floor"] == FLOOR_ALTERNATING for case in cases)
     result: dict[str, Any] = {
         "environment": environment(),
         "config": pair.resolved(),
         "path": [{"case": case["name"], **path} for case in cases for path in case["path"]],
         "requests": requests,
-        "summary": summarise(requests, floor),
+        "summary": summarise(requests, alternating=alternating),
         "cases": cases,
     }
     generation = [case["generation"] for case in cases if "generation" in case]

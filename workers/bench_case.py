@@ -5,17 +5,21 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
 from workers.config import PairConfig
 from workers.control import PathReport
 from workers.fleet import Death
+from workers.floors import FloorSession, wait_until_idle
 from workers.pair_run import PairRun, RunningPair
 from workers.workload import Job, RequestRecord
 
 _LONGEST_FOLDER: Final = 100
+FLOOR_ONCE: Final = "one thread copying 256 MiB, median of 5, same run"
+FLOOR_ALTERNATING: Final = "one thread copying 256 MiB beside every request, median; the ratio is that of the pairs"
 
 Progress = Callable[[str, int, int], None]
 """Called with what is running, how many of it are finished and how many there are."""
@@ -64,9 +68,39 @@ def run_pair(
         finished += 1
         progress(title, finished, len(jobs))
 
-    log_dir = request.log_dir / _folder_name(title) if request.log_dir else None
-    with RunningPair(pair, request.arguments(name, extra), log_dir=log_dir) as running:
+    with RunningPair(pair, request.arguments(name, extra), log_dir=_log_dir(request, title)) as running:
         return running.run(jobs, on_finished)
+
+
+def run_beside_floor(
+    request: BenchRequest, pair: PairConfig, name: str | None, jobs: Sequence[Job], progress: Progress
+) -> tuple[PairRun, tuple[float, ...]]:
+    """Run `jobs` one by one, with a memcpy before, between and after them, while the workers are idle.
+
+    Returns:
+        The run, and for every record the mean rate of the copy before it and of the one behind it, in GB/s.
+    """
+    title, floor = name or pair.name, FloorSession()
+    progress(title, 0, len(jobs))
+    runs: list[PairRun] = []
+    with RunningPair(pair, request.arguments(name), log_dir=_log_dir(request, title)) as running:
+        pids = tuple(worker.pid for worker in running.fleet.workers if worker.pid)
+        wait_until_idle(pids)
+        samples = [floor.sample()]
+        for job in jobs:
+            runs.append(running.run([job]))
+            wait_until_idle(pids)
+            samples.append(floor.sample())
+            progress(title, len(runs), len(jobs))
+            if runs[-1].deaths:
+                break
+    records = tuple(record for run in runs for record in run.records)
+    floors = tuple(statistics.fmean(pair) for pair in pairwise(samples))
+    return replace(runs[-1], records=records), floors
+
+
+def _log_dir(request: BenchRequest, title: str) -> Path | None:
+    return request.log_dir / _folder_name(title) if request.log_dir else None
 
 
 def _folder_name(title: str) -> str:
@@ -85,10 +119,15 @@ def pattern_jobs(pair: PairConfig) -> list[Job]:
 
 
 def case_result(
-    name: str, pair: PairConfig, run: PairRun, records: Sequence[RequestRecord], floor: float
+    name: str, pair: PairConfig, run: PairRun, records: Sequence[RequestRecord], floor: float | Sequence[float]
 ) -> dict[str, Any]:
-    """Return one case's share of the result."""
-    requests = [_request_entry(name, record) for record in records]
+    """Return one case's share of the result.
+
+    Args:
+        floor: rate of one thread's memcpy in GB/s, of the whole run or beside each record.
+    """
+    floors = [floor] * len(records) if isinstance(floor, float) else floor
+    requests = [_request_entry(name, record, rate) for record, rate in zip(records, floors, strict=True)]
     return {
         "name": name,
         "config": pair.resolved(),
@@ -96,26 +135,43 @@ def case_result(
         "path": [_path_entry(path) for path in run.paths],
         "requests": requests,
         "deaths": [_death_entry(death) for death in run.deaths],
-        "summary": summarise(requests, floor),
+        "threads": copying_threads(pair),
+        "summary": summarise(requests, alternating=not isinstance(floor, float)),
     }
 
 
-def summarise(requests: Sequence[dict[str, Any]], floor: float) -> dict[str, Any]:
-    """Return the summary of some requests; rates are over the moves of the requests that arrived."""
+def copying_threads(pair: PairConfig) -> int:
+    """Return how many threads copy one request at most: those of every rank that writes, or gathers."""
+    return pair.transfer.copy_threads * pair.context.parallel.world_size
+
+
+def summarise(requests: Sequence[dict[str, Any]], *, alternating: bool) -> dict[str, Any]:
+    """Return the summary of some requests; rates are over the moves of the requests that arrived.
+
+    Args:
+        alternating: whether the floor was measured beside every request, or once for all.
+    """
     rates = [entry["gb_per_s"] for entry in requests if entry["gb_per_s"]]
+    ratios = [entry["ratio_to_floor"] for entry in requests if entry["gb_per_s"]]
     latencies = sorted(entry["total_s"] for entry in requests if entry["verified"])
-    median = statistics.median(rates) if rates else 0.0
     return {
         "requests": len(requests),
         "verified": sum(entry["verified"] for entry in requests),
         "mismatched_bytes": sum(entry["mismatched_bytes"] for entry in requests),
         "bytes": sum(entry["bytes"] for entry in requests),
-        "gb_per_s": {"median": median, "min": min(rates, default=0.0), "max": max(rates, default=0.0)},
-        "floor_gb_per_s": floor,
-        "floor": "one thread copying 256 MiB, median of 5, same run",
-        "ratio_to_floor": median / floor,
+        "gb_per_s": _spread(rates),
+        "floor_gb_per_s": _spread([entry["floor_gb_per_s"] for entry in requests])["median"],
+        "floor": FLOOR_ALTERNATING if alternating else FLOOR_ONCE,
+        "ratio_to_floor": _spread(ratios)["median"],
+        "ratio": _spread(ratios),
         "latency_s": {name: percentile(latencies, share) for name, share in _PERCENTILES},
     }
+
+
+def _spread(values: Sequence[float]) -> dict[str, float]:
+    if not values:
+        return {"median": 0.0, "min": 0.0, "max": 0.0}
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 _PERCENTILES: Final = (("p50", 0.5), ("p90", 0.9), ("p99", 0.99))
@@ -128,9 +184,10 @@ def percentile(ordered: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, max(0, -int(-share * len(ordered) // 1) - 1))]
 
 
-def _request_entry(case: str, record: RequestRecord) -> dict[str, Any]:
+def _request_entry(case: str, record: RequestRecord, floor: float) -> dict[str, Any]:
     stages = record.stages()
     verified, mismatched, first = record.verification()
+    rate = record.bytes / stages["move_s"] / 1e9 if stages["move_s"] else 0.0
     return {
         "id": record.request_id,
         "case": case,
@@ -143,7 +200,9 @@ def _request_entry(case: str, record: RequestRecord) -> dict[str, Any]:
         "stages": stages,
         "total_s": sum(stages.values()),
         "exposed_s": record.exposed_s(),
-        "gb_per_s": record.bytes / stages["move_s"] / 1e9 if stages["move_s"] else 0.0,
+        "gb_per_s": rate,
+        "floor_gb_per_s": floor,
+        "ratio_to_floor": rate / floor,
         "ttft_s": record.ttft_s(),
         "verified": verified,
         "mismatched_bytes": mismatched,

@@ -83,6 +83,7 @@ class TransferConfig(Section):
     Attributes:
         layer_bands: 0 moves a prompt's pages when all of it is computed; from 1 on they leave while it is computed, in
             so many bands of layers, and chunk by chunk.
+        copy_threads: threads of one rank that share a copy between host pools; more than one helps where cores idle.
     """
 
     path: Annotated[PathKind, named(PathKind)] = PathKind.AUTO
@@ -92,6 +93,7 @@ class TransferConfig(Section):
     chunk_bytes: Annotated[SizeBytes, Field(ge=1)] = 8 << 20
     timeout_s: Seconds = 60.0
     layer_bands: Annotated[int, Field(ge=0, le=1024)] = 0
+    copy_threads: Annotated[int, Field(ge=1, le=64)] = 1
     curve: CurveConfig | None = None
 
     def curve_keys(self) -> CurveKeys | None:

@@ -85,7 +85,7 @@ class RankRuntime:
             self.card,
             link=self.transfer_link,
             regions=self._regions(),
-            copier=HostCopier(),
+            copier=HostCopier(threads=self.pair.transfer.copy_threads),
             options=self.pair.transfer.options(),
             on_change=on_change,
         )
@@ -96,7 +96,7 @@ class RankRuntime:
             self.card,
             link=self.transfer_link,
             regions=self._regions(),
-            copier=HostCopier(),
+            copier=HostCopier(threads=self.pair.transfer.copy_threads),
             options=self.pair.transfer.options(),
             on_change=on_change,
         )

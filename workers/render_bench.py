@@ -40,7 +40,8 @@ def _cases(cases: Sequence[dict[str, Any]]) -> RenderableType:
     table = Table(title="Transfer, verified byte by byte", title_justify="left")
     for name, justify in (
         ("case", "left"), ("draft", "left"), ("ok", "right"), ("MiB", "right"),
-        ("GB/s", "right"), ("memcpy", "right"), ("p50 ms", "right"), ("p99 ms", "right"),
+        ("GB/s", "right"), ("memcpy GB/s", "right"), ("ratio", "right"), ("min-max", "right"),
+        ("threads", "right"), ("p50 ms", "right"), ("p99 ms", "right"),
     ):  # fmt: skip
         table.add_column(name, justify=justify)  # type: ignore[arg-type]
     for case in cases:
@@ -52,7 +53,10 @@ def _cases(cases: Sequence[dict[str, Any]]) -> RenderableType:
             Text(f"{summary['verified']}/{summary['requests']}", style="green" if fine else "red"),
             f"{summary['bytes'] / _MIB:.0f}",
             f"{summary['gb_per_s']['median']:.2f}",
+            f"{summary['floor_gb_per_s']:.2f}",
             f"{100 * summary['ratio_to_floor']:.0f} %",
+            f"{100 * summary['ratio']['min']:.0f}-{100 * summary['ratio']['max']:.0f} %",
+            str(case["threads"]),
             f"{1e3 * summary['latency_s']['p50']:.2f}",
             f"{1e3 * summary['latency_s']['p99']:.2f}",
         )
