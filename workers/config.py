@@ -27,6 +27,7 @@ from workers.config_side import (
 from workers.config_values import (
     Count,
     DraftSource,
+    Flag,
     Seconds,
     SizeBytes,
     Text,
@@ -119,7 +120,13 @@ def _turns(value: object) -> object:
 
 
 class WorkloadConfig(Section):
-    """What the benchmark asks for. `prompts` are conversations, read already where the file named another file."""
+    """What the benchmark asks for.
+
+    Attributes:
+        prompts: conversations, read already where the file named another file.
+        tell_data_rank: tell generation ranks which data-parallel rank of the context side has a request; else they ask
+            all of them.
+    """
 
     requests: Count = 8
     prompt_tokens: Annotated[tuple[Count, Count], as_tuple("[lowest, highest]", "write [100, 1000]", length=2)] = (
@@ -128,6 +135,7 @@ class WorkloadConfig(Section):
     )
     output_tokens: Count = 32
     concurrency: Count = 4
+    tell_data_rank: Flag = True
     prompts: Annotated[tuple[tuple[str, ...], ...], checked(_turns)] | None = None
 
     @model_validator(mode="after")

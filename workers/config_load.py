@@ -159,9 +159,10 @@ def _check_runner(pair: PairConfig, side: SideConfig, thing: str) -> None:
             want = "a list of layer entries with runner.kind: pattern"
             raise ConfigError(explain(thing, f"{side.side}.layers", None, want, "list the layers under model"))
         return
-    for name in ("tp", "pp", "cp"):
-        if (size := getattr(side.parallel, name)) != 1:
-            key, cure = f"{side.side}.parallel.{name}", "set it to 1: this runner does not split a model"
+    sizes = [(f"parallel.{name}", getattr(side.parallel, name)) for name in ("tp", "pp", "cp")]
+    for name, size in [*sizes, ("instances", side.instances)]:
+        if size != 1:
+            key, cure = f"{side.side}.{name}", "set it to 1: this runner does not split a model"
             raise ConfigError(explain(thing, key, size, "1 with runner.kind: hf", cure))
     if side.speculative is not None and pair.runner.draft is None:
         cure = "name a drafter, or set speculative: null"
@@ -176,10 +177,12 @@ def _check_served(pair: PairConfig, thing: str) -> None:
         ("transfer.checksum", moves.checksum, "off", moves.checksum != "off"),
         ("transfer.curve", moves.curve and moves.curve.model_dump(mode="json"), "null", moves.curve is not None),
     ]
-    for side in Side:
-        config = pair.side(side)
-        found.append((f"{side}.parallel.cp", config.parallel.cp, "1", config.parallel.cp != 1))
-    cures = {"transfer.path": "this release carries no nixl path; use auto, direct or zmq"}
+    cp = pair.context.parallel.cp
+    found.append(("context.parallel.cp", cp, "1", cp != 1))
+    cures = {
+        "transfer.path": "this release carries no nixl path; use auto, direct or zmq",
+        "context.parallel.cp": "only the generation side may split sequences, set it there",
+    }
     default = "this release does not serve it yet, leave the key out"
     refusals = [explain(thing, key, got, want, cures.get(key, default)) for key, got, want, refused in found if refused]
     if refusals:

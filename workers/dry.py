@@ -122,13 +122,16 @@ def size_report(
         groups says what one request of ``tokens / requests`` positions, max_seq_len at most, holds.
 
     Raises:
-        ConfigError: the side has no such rank or cannot be laid out, or a number is out of range.
+        ConfigError: the side has no such rank or cannot be laid out, splits sequences, or a number is out of range.
     """
     check_count("size", "--tokens", tokens, 0, MAX_COUNT)
     check_count("size", "--requests", requests, 1, MAX_COUNT)
     check_count("size", "--iteration-tokens", iteration_tokens, 0, MAX_COUNT)
     _, layout = _rank(pair, side, rank)
     config = pair.side(side)
+    if config.parallel.cp != 1:
+        cure = "ask with cp 1: each of the ranks then needs its share of the blocks"
+        raise ConfigError(explain(config.source, f"{side}.parallel.cp", config.parallel.cp, "1 for sizes", cure))
     headroom_tokens = _headroom(config, layout)
     cost = CacheCost.from_specs(
         layout.specs,

@@ -20,7 +20,7 @@ from typing import IO, Any, Final, Self
 from transfer.hello import Side
 from workers.config import PairConfig
 from workers.nursery import STOP_S
-from workers.topology import positions
+from workers.routing import num_workers
 
 _log = logging.getLogger(__name__)
 
@@ -34,6 +34,7 @@ class WorkerProcess:
     """One rank's process.
 
     Attributes:
+        rank: its number on its side, counted through all instances.
         pid: its process id; 0 until it was started.
         code: its exit code once it has ended, negative for a signal.
     """
@@ -88,10 +89,10 @@ class FleetManager:
         """
         plan: dict[str, Any] = {"imports": [], "workers": []}
         for side in (Side.CONTEXT, Side.GENERATION):
-            for position in positions(pair.side(side)):
-                worker = WorkerProcess(side, position.rank, self._open_log(f"{side}-{position.rank}", log_dir))
+            for rank in range(num_workers(pair.side(side))):
+                worker = WorkerProcess(side, rank, self._open_log(f"{side}-{rank}", log_dir))
                 self.workers.append(worker)
-                words = ["worker", *pair_arguments, "--side", side, "--rank", str(position.rank)]
+                words = ["worker", *pair_arguments, "--side", side, "--rank", str(rank)]
                 words += ["--rendezvous", rendezvous_url]
                 plan["workers"].append({"words": words, "log": worker.log.fileno()})
         self._nursery_log = self._open_log("start", log_dir)

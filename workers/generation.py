@@ -18,8 +18,8 @@ from workers.evidence_report import evidence_report
 from workers.prefix_reuse import open_for_decode, taken_over_tokens, without
 from workers.rank_runtime import RankRuntime
 from workers.rendezvous import Rendezvous
+from workers.routing import num_workers
 from workers.runner import Decoded, Evidence, Runner, Tables
-from workers.topology import positions
 from workers.worker_loop import CLOSE_S, Worker, describe, now_s
 
 _log = logging.getLogger(__name__)
@@ -45,34 +45,44 @@ class GenerationWorker(Worker[RunDecode]):
     def __init__(self, runtime: RankRuntime, runner: Runner, rendezvous: Rendezvous) -> None:
         super().__init__(runtime, runner, rendezvous)
         self._receiving: dict[RequestId, _Receiving] = {}
-        self._instance: ContextInstance | None = None
+        self._instances: tuple[ContextInstance, ...] = ()
         self._endpoint = runtime.generation_endpoint(self.wake)
 
     @property
-    def instance(self) -> ContextInstance:
-        """The context instance we are connected to.
+    def instances(self) -> tuple[ContextInstance, ...]:
+        """The context instances we are connected to, in the order of their numbers.
 
         Raises:
             LocalProtocolError: not connected.
         """
-        if self._instance is None:
+        if not self._instances:
             raise LocalProtocolError(explain("generation worker", "state", "new", "connected", "connect it first"))
-        return self._instance
+        return self._instances
+
+    @property
+    def draft_kv(self) -> DraftKV:
+        """Whether draft KV comes with the target's: all context instances are alike."""
+        return self.instances[0].draft_kv
 
     @property
     def draft_travels(self) -> bool:
         """Whether draft KV comes with the target's."""
-        return self.instance.draft_kv is not DraftKV.OFF
+        return self.draft_kv is not DraftKV.OFF
 
     def connect(self) -> None:
-        """Say hello to every context rank.
+        """Say hello to every rank of every context instance.
 
         Raises:
             IncompatiblePeerError: the gate refused; the text has every failed check.
             LinkBrokenError: a context rank did not announce itself, or does not answer.
         """
-        ranks = len(positions(self.runtime.pair.side(Side.CONTEXT)))
-        self._instance = self._endpoint.connect(self.rendezvous.find("transfer", Side.CONTEXT, ranks))
+        config = self.runtime.pair.side(Side.CONTEXT)
+        addresses, size = (
+            self.rendezvous.find("transfer", Side.CONTEXT, num_workers(config)),
+            config.parallel.world_size,
+        )
+        shares = (addresses[first : first + size] for first in range(0, len(addresses), size))
+        self._instances = tuple(self._endpoint.connect(share) for share in shares)
         if not self.draft_travels and self.runtime.manager.draft_layer_ids:
             _log.warning("generation rank %d: draft KV does not travel; drafts start cold", self.runtime.rank)
 
@@ -82,15 +92,16 @@ class GenerationWorker(Worker[RunDecode]):
             side=self.runtime.side,
             rank=self.runtime.rank,
             device=self.runtime.card.device,
-            draft_kv=self.instance.draft_kv,
+            draft_kv=self.draft_kv,
             paths=tuple(
                 PathReport(
-                    context_rank=peer.rank,
+                    context_rank=number * len(instance.ranks) + peer.rank,
                     generation_rank=self.runtime.rank,
                     path=peer.path,
                     reason=peer.path_reason,
                 )
-                for peer in self.instance.ranks
+                for number, instance in enumerate(self.instances)
+                for peer in instance.ranks
                 if peer.moves_bytes
             ),
         )
@@ -109,7 +120,13 @@ class GenerationWorker(Worker[RunDecode]):
             cached = taken_over_tokens(manager, request)
             request.resize(self.capacity_tokens(work), work.prompt_tokens)
             tables, asked_s = without(request.page_tables(), cached, manager.layout.tokens_per_block), now_s()
-            handle = self._endpoint.receive(work.request_id, tables, work.prompt_tokens, instance=self.instance)
+            handle = self._endpoint.receive(
+                work.request_id,
+                tables,
+                work.prompt_tokens,
+                instance=self._instance_of(work),
+                data_rank=work.context_data_rank,
+            )
         except InternalError:
             raise  # ours is broken, not the request
         except CapacityError as error:
@@ -124,6 +141,13 @@ class GenerationWorker(Worker[RunDecode]):
             return True
         self._receiving[work.request_id] = _Receiving(work, request, tables, handle, asked_s, cached)
         return True
+
+    def _instance_of(self, work: RunDecode) -> ContextInstance:
+        if not 0 <= work.context_instance < len(self.instances):
+            want, thing = f"in [0, {len(self.instances)})", f"request {work.request_id}"
+            cure = "route requests to instances of the pair file"
+            raise LocalProtocolError(explain(thing, "context_instance", work.context_instance, want, cure))
+        return self.instances[work.context_instance]
 
     def refuse(self, work: RunDecode, reason: str) -> None:
         """Tell the caller; no context rank has heard of the request from us."""

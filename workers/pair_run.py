@@ -17,7 +17,8 @@ from workers.config import PairConfig
 from workers.control import PathReport, Stop
 from workers.fleet import Death, FleetManager
 from workers.rendezvous import Rendezvous
-from workers.topology import check_device, dry_cards, positions
+from workers.routing import num_workers, routes
+from workers.topology import check_device, dry_cards
 from workers.workload import Job, RequestRecord, WorkloadDriver
 
 ATTACH_S: Final = 120.0
@@ -67,7 +68,7 @@ class RunningPair:
         """
         judge(pair)
         self.pair = pair
-        self.ranks = {side: len(positions(pair.side(side))) for side in Side}
+        self.ranks = {side: num_workers(pair.side(side)) for side in Side}
         with ExitStack() as stack:
             rendezvous = stack.enter_context(Rendezvous.reserve())
             self.client = FleetClient()
@@ -79,7 +80,7 @@ class RunningPair:
             rendezvous.open()  # takes a second, in which the workers come up
             self.client.attach(rendezvous, self.ranks, timeout_s=ATTACH_S, alive=self._check_alive)
             self._stack = stack.pop_all()
-        self._workload = WorkloadDriver(self.client, self.ranks, self.fleet.deaths)
+        self._workload = WorkloadDriver(self.client, self.ranks, self.fleet.deaths, routes=routes(pair))
 
     @property
     def paths(self) -> tuple[PathReport, ...]:

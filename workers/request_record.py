@@ -9,6 +9,7 @@ from unikv.ids import RequestId
 from workers.control import DecodeReport, PromptReport
 from workers.evidence import compare
 from workers.evidence_report import read_evidence
+from workers.routing import WorkerName
 from workers.runner import Digest, DigestKey
 
 
@@ -32,6 +33,7 @@ class RequestRecord:
     """One request on all ranks, filled in as reports arrive.
 
     Attributes:
+        workers: who takes part, on both sides.
         submitted_s, finished_s: on the host's monotonic clock; `finished_s` is 0.0 while reports are missing.
         prompts, decodes: reports by rank.
         abandoned: why nobody waits for more reports, empty where all came.
@@ -40,6 +42,7 @@ class RequestRecord:
     request_id: RequestId
     job: Job
     submitted_s: float
+    workers: frozenset[WorkerName] = frozenset()
     prompts: dict[int, PromptReport] = field(default_factory=dict)
     decodes: dict[int, DecodeReport] = field(default_factory=dict)
     abandoned: str = ""
@@ -88,7 +91,7 @@ class RequestRecord:
         if new and report.reason:
             self._failures.append(report.reason)
 
-    def reporters(self) -> set[tuple[Side, int]]:
+    def reporters(self) -> set[WorkerName]:
         """Return the ranks that have reported."""
         return {(Side.CONTEXT, rank) for rank in self.prompts} | {(Side.GENERATION, rank) for rank in self.decodes}
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Final, Protocol
 
 from transfer.hello import Side
 from unikv.ids import RequestId
-from workers.client import Report, WorkerName
+from workers.client import Report
 from workers.control import ControlMessage, GiveUp, RunDecode, RunPrompt
 from workers.fleet import Death
 from workers.request_record import Job, RequestRecord
+from workers.routing import Route, WorkerName
 
 __all__ = ["GRACE_S", "Job", "RequestRecord", "WorkloadDriver"]
 
@@ -29,8 +30,8 @@ class Client(Protocol):
         """Workers whose control link broke, with the reason."""
         ...
 
-    def send(self, side: Side, message: ControlMessage) -> None:
-        """Send to every rank of a side."""
+    def send(self, side: Side, message: ControlMessage, ranks: Collection[int] | None = None) -> None:
+        """Send to every rank of a side, or to `ranks` of it."""
         ...
 
     def poll(self) -> list[Report]:
@@ -47,6 +48,7 @@ class WorkloadDriver:
         deaths: which workers have ended so far.
         first_id: request ids are counted from here. Workers remember the ids of requests that are over: who attaches
             to workers that others used before chooses a number that none of them can have reached.
+        routes: where requests go, one after the other; None: every request to all workers.
         clock: seconds that only grow.
     """
 
@@ -57,10 +59,12 @@ class WorkloadDriver:
         deaths: Callable[[], Sequence[Death]],
         *,
         first_id: int = 1,
+        routes: Iterator[Route] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._client, self._deaths, self._clock = client, deaths, clock
-        self._workers = {(side, rank) for side, count in ranks.items() for rank in range(count)}
+        everybody = frozenset((side, rank) for side, count in ranks.items() for rank in range(count))
+        self._routes = routes or itertools.repeat(Route(workers=everybody))
         self._ids = itertools.count(first_id)  # never the same twice
         self._open: dict[RequestId, RequestRecord] = {}
         self._given_up: set[RequestId] = set()
@@ -98,7 +102,8 @@ class WorkloadDriver:
         return job.after is None or records[job.after].request_id not in self._open
 
     def _submit(self, job: Job) -> RequestRecord:
-        record = RequestRecord(RequestId(next(self._ids)), job, self._clock())
+        route = next(self._routes)
+        record = RequestRecord(RequestId(next(self._ids)), job, self._clock(), route.workers)
         self._open[record.request_id] = record
         # Both sides at once: pages are reserved while the prompt is computed, and move the moment it is.
         decode = RunDecode(
@@ -107,12 +112,14 @@ class WorkloadDriver:
             prompt_tokens=job.prompt_tokens,
             max_new_tokens=job.max_new_tokens,
             verify=True,
+            context_instance=route.context_instance,
+            context_data_rank=route.context_data_rank,
         )
         prompt = RunPrompt(
             request_id=record.request_id, prompt=job.prompt, prompt_tokens=job.prompt_tokens, verify=True
         )
-        self._client.send(Side.GENERATION, decode)
-        self._client.send(Side.CONTEXT, prompt)
+        self._client.send(Side.GENERATION, decode, route.ranks(Side.GENERATION))
+        self._client.send(Side.CONTEXT, prompt, route.ranks(Side.CONTEXT))
         return record
 
     def _take(self, report: Report) -> None:
@@ -129,13 +136,14 @@ class WorkloadDriver:
             if request_id not in self._given_up:
                 self._given_up.add(request_id)
                 for side in Side:
-                    self._client.send(side, GiveUp(request_id=request_id, reason=reason))
+                    ranks = [rank for other, rank in self._open[request_id].workers if other is side]
+                    self._client.send(side, GiveUp(request_id=request_id, reason=reason), ranks)
 
     def _finish(self, on_finished: Callable[[RequestRecord], None]) -> None:
         """Close the records of requests on which every rank that lives has reported."""
         dead = self._dead()
         for record in list(self._open.values()):
-            missing = self._workers - record.reporters()
+            missing = record.workers - record.reporters()
             if missing <= dead.keys():
                 record.abandoned = self._verdict() if missing else ""
                 record.finished_s = self._clock()
