@@ -70,7 +70,7 @@ def device_us(stream: Any, action: Callable[[], object]) -> float:
     action()
     end.record(stream)
     end.synchronize()
-    return 1e3 * cupy.cuda.get_elapsed_time(start, end)
+    return 1e3 * float(cupy.cuda.get_elapsed_time(start, end))
 
 
 def host_us(copier: CudaCopier, job: CopyJob) -> float:

@@ -26,6 +26,11 @@ THREAD_GRACE_S = 1.0
 
 LEAKS_SHOWN = 8
 
+DRIVER_FILES = ("/dev/nvidia", "anon_inode:[event", "pipe:")
+"""What a GPU's driver opens once, with the first kernel, and keeps; only where there is one."""
+if not Path("/dev/nvidiactl").exists():
+    DRIVER_FILES = ()
+
 LIBRARY_THREADS = frozenset({"TMonitor"})
 """Classes of threads that libraries start once and keep: tqdm's monitor, started by loading a model."""
 
@@ -91,8 +96,9 @@ class Holdings:
         leaks = [f"thread {thread.name!r} is alive" for thread in threads if thread.is_alive()]
         leaks += [f"child process {pid} was not waited for" for pid in sorted(self.children - before.children)]
         if len(self.descriptors) > len(before.descriptors):
-            new = self.descriptors.items() - before.descriptors.items()
-            leaks += [f"file descriptor {fd} ({target}) is open" for fd, target in sorted(new)]
+            new = sorted(self.descriptors.items() - before.descriptors.items())
+            new = [(fd, target) for fd, target in new if not target.startswith(DRIVER_FILES)]
+            leaks += [f"file descriptor {fd} ({target}) is open" for fd, target in new]
         leaks += [f"/dev/shm/{name} exists" for name in sorted(self.shared - before.shared) if not _in_use(name)]
         return leaks
 

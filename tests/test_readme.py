@@ -9,7 +9,7 @@ from typing import Any
 from transfer import ContextEndpoint, GenerationEndpoint, Outcome
 from transfer.gate import check_instances
 from transfer.gate_report import DraftKV
-from transfer.hello import Side
+from transfer.hello import PathKind, Side
 from unikv import KVCacheRequest, UnifiedKVCacheManager
 from unikv.ids import GroupId, LayerId
 from workers.config_load import load_pair
@@ -28,14 +28,16 @@ def test_the_engine_example_moves_target_and_draft_kv() -> None:
     for block in blocks("python"):
         exec(compile(block, "README.md", "exec"), names)
     outcome, endpoints = names["outcome"], (names["generation"], names["context"])
+    own, memory = (names["decode"], names["prefill"]), names["memory"]
     requests, managers = (names["request"], names["reserved"]), (names["manager"], names["other"])
     try:
         assert isinstance(outcome, Outcome) and outcome.ok, outcome
         assert outcome.legs[0].draft_bytes > 0
         assert names["sent"].quiet and names["received"].quiet
         _check_pages(requests[1], managers[1])
+        assert names["arrived"].outcome.ok and names["arrived"].outcome.legs[0].path is PathKind.DIRECT
     finally:
-        for thing in (*requests, *endpoints, *managers):
+        for thing in (*requests, *endpoints, *managers, *own, memory):
             thing.close()
     assert isinstance(endpoints[0], GenerationEndpoint) and isinstance(endpoints[1], ContextEndpoint)
 

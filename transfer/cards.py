@@ -44,6 +44,7 @@ def build_card(  # noqa: PLR0913 - a card states many facts, and each has one so
     exports: Sequence[MemoryExport | None] | None = None,
     host: HostIdentity | None = None,
     checksum: str = "off",
+    layer_bands: int = 1,
 ) -> RankCard:
     """Return the card of one rank.
 
@@ -53,7 +54,8 @@ def build_card(  # noqa: PLR0913 - a card states many facts, and each has one so
             every rank holds all heads, whatever the tensor-parallel size.
         num_slots: slots per pool, the null slot included: one number for all layer groups, or one per group (groups of
             one pool group have the same).
-        incarnation, instance, address, device, speculative, draft_kv, path, checksum, host: as in `RankCard`.
+        incarnation, instance, address, device, speculative, draft_kv, path, checksum, host,
+            layer_bands: as in `RankCard`.
         num_target_layers, num_draft_layers: of the whole instance, not of this stage.
         exports: how peers map each storage, in the order of the storages; None where none can.
 
@@ -95,6 +97,7 @@ def build_card(  # noqa: PLR0913 - a card states many facts, and each has one so
         draft_kv=draft_kv,
         path=path,
         checksum=checksum,
+        layer_bands=layer_bands,
         host=host,
     )
 

@@ -19,6 +19,7 @@ from transfer.options import TransferOptions
 from transfer.outcome import TransferHandle
 from transfer.pages import SlotArray
 from transfer.paths import Regions
+from transfer.readiness import ReadinessManager
 from unikv.ids import GroupId, RequestId
 
 
@@ -79,6 +80,43 @@ class ContextEndpoint:
         own = {group: np.array(slots, dtype=np.int32) for group, slots in tables.items()}
         self._driver.call(lambda: self._engine.publish(handle, own, prompt_tokens, aux))
         return handle
+
+    def begin(
+        self, request_id: RequestId, tables: Mapping[GroupId, SlotArray], prompt_tokens: int
+    ) -> tuple[TransferHandle, ReadinessManager]:
+        """Offer a request whose KV is being computed: pages leave as their layers are marked ready.
+
+        `finish` must follow, or `fail`. In between the caller may write the pages that are not marked.
+
+        Args:
+            request_id: the id both sides know the request by.
+            tables: as in `publish`: every page of the prompt has its slot already, and keeps it.
+            prompt_tokens: tokens the prompt will have.
+
+        Returns:
+            The handle, and what to mark progress on; `poke` makes the endpoint look at it.
+
+        Raises:
+            LocalProtocolError: the request is published already.
+            LinkClosedError: the endpoint is closed.
+        """
+        handle, readiness = TransferHandle(request_id, self._on_change), ReadinessManager(prompt_tokens, complete=False)
+        own = {group: np.array(slots, dtype=np.int32) for group, slots in tables.items()}
+        self._driver.call(lambda: self._engine.publish(handle, own, prompt_tokens, None, readiness))
+        return handle, readiness
+
+    def poke(self) -> None:
+        """Let the endpoint's thread look at marks. Cheap; safe from any thread."""
+        self._engine.link.wake()
+
+    def finish(self, request_id: RequestId, aux: AuxData | None = None) -> None:
+        """Say that all KV of a request that `begin` offered is there.
+
+        Raises:
+            LocalProtocolError: `aux` cannot travel; the request has failed.
+            LinkClosedError: the endpoint is closed.
+        """
+        self._driver.call(lambda: self._engine.finish(request_id, aux))
 
     def fail(self, request_id: RequestId, reason: str) -> None:
         """Give a request up, whether or not it is published: generation ranks that want it hear `reason` at once."""

@@ -12,7 +12,7 @@ from transfer.context_requests import ContextRequest, LegWork, RequestBook
 from transfer.context_session import ENDED_LEGS, ContextSession
 from transfer.context_work import ContextWork
 from transfer.copier import Copier
-from transfer.exchange import Clock, Exchange, PeerKey
+from transfer.exchange import Clock, Exchange, PeerKey, legible
 from transfer.hello import RankCard
 from transfer.link import Link
 from transfer.messages import (
@@ -33,6 +33,7 @@ from transfer.options import TransferOptions
 from transfer.outcome import Outcome, TransferHandle
 from transfer.pages import SlotArray, validate_table
 from transfer.paths import Regions
+from transfer.readiness import ReadinessManager
 from unikv.errors import LocalProtocolError, RemoteProtocolError, explain
 from unikv.ids import GroupId, RequestId
 
@@ -61,8 +62,9 @@ class ContextEngine:
         tables: Mapping[GroupId, SlotArray],
         prompt_tokens: int,
         aux: AuxData | None,
+        readiness: ReadinessManager | None = None,
     ) -> None:
-        """The KV of a request is complete in our pages; move it to whoever asks.
+        """The KV of a request is complete in our pages, or will be; move it to whoever asks, as it becomes ready.
 
         Raises:
             LocalProtocolError: the request is published already, or its id or `aux` cannot travel.
@@ -81,11 +83,31 @@ class ContextEngine:
         request = known or self._open(request_id)
         request.session.deadline_s = self._clock() + self._options.timeout_s
         request.handle, request.tables, request.prompt_tokens, request.aux = handle, tables, prompt_tokens, aux
-        request.ready_s = self._clock()
+        request.readiness = readiness
+        request.ready_s = request.complete_s = self._clock()
         self._work.do(request, request.session.kv_ready)
+
+    def finish(self, request_id: RequestId, aux: AuxData | None) -> None:
+        """All KV of a request that was published early is there, and `aux`. One that has failed meanwhile stays so.
+
+        Raises:
+            LocalProtocolError: `aux` cannot travel; the request has failed with that reason.
+        """
+        request = self._requests.get(request_id)
+        if request is None or request.readiness is None:
+            return
+        try:
+            self._check_can_travel(request_id, aux)
+        except LocalProtocolError as error:
+            self.fail(request_id, str(error))
+            raise
+        request.aux, request.complete_s = aux, self._clock()
+        request.session.deadline_s = self._clock() + self._options.timeout_s
+        request.readiness.finish()
 
     def fail(self, request_id: RequestId, reason: str) -> None:
         """Give a request up, published or not: whoever asks for it hears `reason`."""
+        reason = legible(reason)
         request = self._requests.get(request_id)
         if request is None:
             self._requests.end(request_id, reason)
@@ -94,7 +116,7 @@ class ContextEngine:
 
     def shut_down(self, reason: str) -> None:
         """Fail everything open; what moves is drained first."""
-        self._shutting_down = reason
+        self._shutting_down = reason = legible(reason)
         for request in self._requests:
             self._work.do(request, partial(request.session.fail, reason))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -14,8 +14,8 @@ from transfer.copier import Copier
 from transfer.exchange import PeerKey
 from transfer.messages import Ask
 from transfer.options import TransferOptions
-from transfer.pages import PagePairs, SlotArray, pair_pages
-from transfer.paths import DirectMove, Move, Regions, SendChunk, StagedMove
+from transfer.pages import PagePairs, SlotArray, page_ends, pair_pages
+from transfer.paths import BatchQueue, DirectMove, Move, Regions, SendChunk, StagedMove, layers_by_pair
 from transfer.staging import HostChunkPool
 from transfer.wire import MAX_PAYLOAD_BYTES
 from unikv.errors import RemoteProtocolError, explain
@@ -83,8 +83,15 @@ class MoveQueue:
             raise RemoteProtocolError(explain(thing, "prompt_tokens", ask.prompt_tokens, want, "send the same prompt"))
         pages = self._pair(request, {table.group_id: table.slots for table in ask.tables}, peer)
         if peer.memory is None:
+            todo = self._queue(request, ask, peer, pages, self.chunks.chunk_bytes)
             return StagedMove(
-                peer.program, pages, source=self._regions, copier=self._copier, chunks=self.chunks, send=send
+                peer.program,
+                pages,
+                source=self._regions,
+                copier=self._copier,
+                chunks=self.chunks,
+                todo=todo,
+                send=send,
             )
         memory, groups = peer.memory, {pair.dst_group for pair in peer.program.pairs}
         return DirectMove(
@@ -93,8 +100,24 @@ class MoveQueue:
             source=self._regions,
             destination={group: memory.regions(group) for group in groups},
             copier=self._copier,
-            chunk_bytes=DIRECT_STEP_CHUNKS * self._options.chunk_bytes,
+            todo=self._queue(request, ask, peer, pages, DIRECT_STEP_CHUNKS * self._options.chunk_bytes),
         )
+
+    def _queue(
+        self, request: ContextRequest, ask: Ask, peer: GenerationPeer, pages: Sequence[PagePairs], chunk_bytes: int
+    ) -> BatchQueue:
+        """Return the batches of a move: all at once, or as the request's KV is computed."""
+        readiness, program = request.readiness, peer.program
+        if readiness is None or readiness.complete:
+            return BatchQueue(program, pages, chunk_bytes)
+        wanted = {table.group_id: table.slots for table in ask.tables}
+        ends = [page_ends(pair, wanted.get(pair.dst_group, _NO_SLOTS), ask.prompt_tokens) for pair in program.pairs]
+        layers = layers_by_pair(program)
+
+        def ready(number: int) -> int:
+            return int(np.searchsorted(ends[number], readiness.tokens(layers[number]), side="right"))
+
+        return BatchQueue(program, pages, chunk_bytes, ready=ready, complete=lambda: readiness.complete)
 
     def _pair(
         self, request: ContextRequest, wanted: Mapping[int, SlotArray], peer: GenerationPeer

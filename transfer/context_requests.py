@@ -13,6 +13,7 @@ from transfer.messages import Ask, AuxData
 from transfer.outcome import LegReport, TransferHandle
 from transfer.pages import SlotArray
 from transfer.paths import Move
+from transfer.readiness import ReadinessManager
 from unikv.ids import GroupId, RequestId
 
 MAX_ENDED: Final = 4096
@@ -29,6 +30,7 @@ class LegWork:
         asked_s, planned_s, moving_s: when it asked, when its pages were paired, when its first copy began (0.0: not
             yet), on the engine's clock.
         plan_s: how long pairing took.
+        busy_s: time spent in steps that moved something.
     """
 
     ask: Ask
@@ -36,6 +38,7 @@ class LegWork:
     planned_s: float = 0.0
     plan_s: float = 0.0
     moving_s: float = 0.0
+    busy_s: float = 0.0
     move: Move | None = None
 
 
@@ -44,6 +47,8 @@ class ContextRequest:
     """Everything of one request on a context rank. Until `handle` is set its KV is not ready.
 
     Attributes:
+        ready_s, complete_s: when it was published, and when all of its KV was there.
+        readiness: how far the KV is; None where all of it was there when the request was published.
         broken: a bug of ours left its session in an unknown state: nothing more is done for it, nothing released.
     """
 
@@ -53,10 +58,12 @@ class ContextRequest:
     tables: Mapping[GroupId, SlotArray] = field(default_factory=dict)
     prompt_tokens: int = 0
     ready_s: float = 0.0
+    complete_s: float = 0.0
     aux: AuxData | None = None
     legs: dict[PeerKey, LegWork] = field(default_factory=dict)
     reports: list[LegReport] = field(default_factory=list)
     broken: bool = False
+    readiness: ReadinessManager | None = None
 
 
 class RequestBook:

@@ -133,12 +133,15 @@ class ContextWork:
     def _step(self, request: ContextRequest, key: PeerKey) -> MoveState:
         leg = request.legs[key]
         assert leg.move is not None
-        leg.moving_s = leg.moving_s or self._clock()
+        started_s = self._clock()
+        leg.moving_s = leg.moving_s or started_s
         try:
             state = leg.move.step()
         except Exception as error:
             self._step_failed(request, key, error)
             return MoveState.DONE
+        if state is not MoveState.WAITING:
+            leg.busy_s += self._clock() - started_s
         if state is MoveState.DONE:
             self._moves.remove(request, key)
             draining = request.session.leg(key) is not Leg.MOVING
@@ -174,7 +177,9 @@ class ContextWork:
         times = StageTimes(
             queue_s=leg.moving_s - leg.plan_s - max(leg.asked_s, request.ready_s),
             plan_s=leg.plan_s,
-            move_s=self._clock() - leg.moving_s,
+            # A move that waits for layers is not slow.
+            move_s=self._clock() - leg.moving_s if request.readiness is None else leg.busy_s,
+            exposed_s=self._clock() - max(leg.asked_s, request.complete_s),
         )
         if peer is None:
             return

@@ -122,13 +122,14 @@ class StorageCard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolCard:
-    """One pool: slot ``s`` starts ``s * slot_stride_bytes`` into storage number `storage` of the card."""
+    """One pool: slot ``s`` starts ``offset_bytes + s * slot_stride_bytes`` into storage `storage` of the card."""
 
     group_id: GroupId
     pool_index: int
     storage: int
     slot_stride_bytes: int
     num_slots: int
+    offset_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,6 +162,8 @@ class RankCard:
         address: link address the peer connects to; empty in a dry run.
         num_target_layers, num_draft_layers: of the whole instance, not of this stage.
         path: what the operator asked for.
+        layer_bands: on a context rank, into how many bands of layers a group's pages are cut, so that a band can leave
+            while later ones are computed; 1 moves whole pages.
     """
 
     protocol_version: int = PROTOCOL_VERSION
@@ -182,6 +185,7 @@ class RankCard:
     draft_kv: DraftKVMode
     path: PathKind
     checksum: str = "off"
+    layer_bands: int = 1
     capabilities: tuple[str, ...] = (CAPABILITY_PER_VIEW_HEADS,)
     host: HostIdentity | None = None
 

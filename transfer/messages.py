@@ -71,12 +71,14 @@ class StageTimes:
     Attributes:
         queue_s: from when the KV was ready and asked for until the move began.
         plan_s: pairing the pages.
-        move_s: from the first copy to the last (staged: to the last chunk sent).
+        move_s: time spent copying (staged: and sending chunks), between the first copy and the last.
+        exposed_s: from when all KV was there until the last copy: what a reader waits for the move.
     """
 
     queue_s: float
     plan_s: float
     move_s: float
+    exposed_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -144,6 +144,17 @@ def expected_pages(pair: GroupPair, dst_table: SlotArray, prompt_tokens: int) ->
     return len(_wanted_units(pair, dst_table, prompt_tokens, LocalProtocolError))
 
 
+def page_ends(pair: GroupPair, dst_table: SlotArray, prompt_tokens: int) -> SlotArray:
+    """Return, for every page pair that `pair_pages` yields, how many tokens of the prompt must be there to copy it.
+
+    Raises:
+        RemoteProtocolError: the table ends before the prompt does.
+    """
+    units = _wanted_units(pair, dst_table, prompt_tokens, RemoteProtocolError)
+    ends: SlotArray = np.minimum((units + 1) * np.int32(pair.page_tokens), prompt_tokens).astype(np.int32)
+    return ends
+
+
 def gather_pages(pairs: PagePairs, first: int, count: int) -> PagePairs:
     """Return page pairs ``[first, first + count)`` with packed pages ``0, 1, ...`` of a chunk as destination."""
     src_slot, src_sub = pairs.src_slot[first : first + count], pairs.src_sub[first : first + count]

@@ -7,7 +7,7 @@ first step until `quiet`; stopping a move keeps it from starting further copies,
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Final, Protocol, TypeVar
@@ -25,7 +25,7 @@ from transfer.pages import PagePairs, gather_pages
 from transfer.plan import CopyProgram, Lane, gather_lanes
 from transfer.staging import ChunkPool
 from unikv.errors import CopyError, IncompatiblePeerError, UnikvError
-from unikv.ids import GroupId
+from unikv.ids import GroupId, LayerId
 
 _T = TypeVar("_T")
 
@@ -101,18 +101,59 @@ class Batch:
     bytes: int
 
 
-def batches(program: CopyProgram, pages: Sequence[PagePairs], chunk_bytes: int) -> Iterator[Batch]:
-    """Cut the pages of every group pair into batches of at most `chunk_bytes` (one page at the least)."""
-    for number, pair in enumerate(program.pairs):
-        share = max(1, chunk_bytes // pair.page_bytes)
-        for first in range(0, len(pages[number]), share):
-            count = min(share, len(pages[number]) - first)
-            yield Batch(number, first, count, count * pair.page_bytes)
+class BatchQueue:
+    """Cuts the pages of every group pair into batches, as they are ready, of at most `chunk_bytes` (or one page).
+
+    Args:
+        ready: how many pages of a group pair may be copied, from its first one on.
+        complete: whether all of them may, and the rest of the request is there too.
+    """
+
+    def __init__(
+        self,
+        program: CopyProgram,
+        pages: Sequence[PagePairs],
+        chunk_bytes: int,
+        *,
+        ready: Callable[[int], int] | None = None,
+        complete: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self._pairs, self._pages = program.pairs, pages
+        self._chunk_bytes = chunk_bytes
+        self._ready = ready or (lambda number: len(pages[number]))
+        self._complete = complete
+        self._next = [0] * len(program.pairs)
+
+    @property
+    def over(self) -> bool:
+        """Whether every batch was taken and no more can come."""
+        # First whether it is complete: pages that are there by then count as taken only if they were.
+        return self._complete() and all(
+            taken == len(pages) for taken, pages in zip(self._next, self._pages, strict=True)
+        )
+
+    def take(self) -> Batch | None:
+        """Return the first batch that is ready, None if none is."""
+        for number, pair in enumerate(self._pairs):
+            first = self._next[number]
+            count = min(self._ready(number) - first, max(1, self._chunk_bytes // pair.page_bytes))
+            if count > 0:
+                self._next[number] += count
+                return Batch(number, first, count, count * pair.page_bytes)
+        return None
 
 
 def lanes_by_pair(program: CopyProgram) -> tuple[tuple[Lane, ...], ...]:
     """Return the lanes of every group pair, in the order of the pairs."""
     return tuple(tuple(lane for lane in program.lanes if lane.pair == number) for number in range(len(program.pairs)))
+
+
+def layers_by_pair(program: CopyProgram) -> tuple[tuple[LayerId, ...], ...]:
+    """Return the layers whose bytes each group pair moves."""
+    layers: list[set[LayerId]] = [set() for _ in program.pairs]
+    for piece in program.slices:
+        layers[piece.pair].add(piece.layer_id)
+    return tuple(tuple(sorted(members)) for members in layers)
 
 
 def slice_pages(pages: PagePairs, first: int, count: int) -> PagePairs:
@@ -199,13 +240,13 @@ class DirectMove:
         source: Regions,
         destination: Regions,
         copier: Copier,
-        chunk_bytes: int,
+        todo: BatchQueue,
     ) -> None:
         self._program, self._pages = program, pages
         self._lanes = lanes_by_pair(program)
         self._source, self._destination = source, destination
         self._copier = copier
-        self._todo = batches(program, pages, chunk_bytes)
+        self._todo = todo
         self._ledger = _Ledger(program)
         self._copy = CopyInFlight()
         self._stopped = False
@@ -219,9 +260,9 @@ class DirectMove:
         """Submit the next batch once the last one has landed."""
         if not self._copy.landed():
             return MoveState.WAITING
-        batch = None if self._stopped else next(self._todo, None)
+        batch = None if self._stopped else self._todo.take()
         if batch is None:
-            return MoveState.DONE
+            return MoveState.DONE if self._stopped or self._todo.over else MoveState.WAITING
         pair = self._program.pairs[batch.pair]
         job = CopyJob(
             lanes=self._lanes[batch.pair],
@@ -260,13 +301,14 @@ class StagedMove:
         source: Regions,
         copier: Copier,
         chunks: ChunkPool,
+        todo: BatchQueue,
         send: SendChunk,
     ) -> None:
         self._program, self._pages, self._source = program, pages, source
         self._lanes = tuple(gather_lanes(program, number) for number in range(len(program.pairs)))
         self._copier, self._chunks, self._send = copier, chunks, send
-        self._todo = batches(program, pages, chunks.chunk_bytes)
-        self._next = next(self._todo, None)
+        self._todo = todo
+        self._next: Batch | None = None
         self._ledger = _Ledger(program)
         self._credits = CREDITS
         self._copy = CopyInFlight()
@@ -282,15 +324,16 @@ class StagedMove:
         """Send the chunk that is gathered, or gather the next one."""
         if self._gathering is not None:
             return self._send_gathered()
+        self._next = self._next or (None if self._stopped else self._todo.take())
         if self._stopped or self._next is None:
-            return MoveState.DONE
+            return MoveState.DONE if self._stopped or self._todo.over else MoveState.WAITING
         if not self._credits:
             return MoveState.WAITING
         batch = self._next
         chunk = self._chunks.take(batch.bytes)
         if chunk is None:
             return MoveState.WAITING
-        self._gathering, self._next = (batch, chunk), next(self._todo, None)
+        self._gathering, self._next = (batch, chunk), None
         try:
             self._gather(batch, chunk)
         except BaseException:

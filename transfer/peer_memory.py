@@ -117,7 +117,9 @@ def _regions_of(
     for pool in card.pools:
         _check_pool(pool, arrays, f"{thing} group {pool.group_id} pool {pool.pool_index}", refusal)
         regions.setdefault(pool.group_id, {})[pool.pool_index] = Region(
-            memory=arrays[pool.storage], slot_stride_bytes=pool.slot_stride_bytes, num_slots=pool.num_slots
+            memory=arrays[pool.storage][pool.offset_bytes :] if pool.offset_bytes else arrays[pool.storage],
+            slot_stride_bytes=pool.slot_stride_bytes,
+            num_slots=pool.num_slots,
         )
     return regions
 
@@ -125,9 +127,10 @@ def _regions_of(
 def _check_pool(pool: PoolCard, arrays: Sequence[NDArray[Any]], thing: str, refusal: type[UnikvError]) -> None:
     if not 0 <= pool.storage < len(arrays):
         raise refusal(explain(thing, "storage", pool.storage, f"in [0, {len(arrays)})", "correct the card"))
-    needed = pool.slot_stride_bytes * pool.num_slots
-    if pool.slot_stride_bytes < 1 or pool.num_slots < 1 or needed > arrays[pool.storage].size:
+    end = pool.offset_bytes + pool.slot_stride_bytes * pool.num_slots
+    if min(pool.slot_stride_bytes, pool.num_slots) < 1 or pool.offset_bytes < 0 or end > arrays[pool.storage].size:
         got = f"{pool.num_slots} slots of {pool.slot_stride_bytes} bytes"
+        got += f" from byte {pool.offset_bytes} on" if pool.offset_bytes else ""
         want = f"at least one slot and at most {arrays[pool.storage].size} bytes in storage {pool.storage}"
         raise refusal(explain(thing, "size", got, want, "correct the card"))
 

@@ -67,16 +67,14 @@ def compile_program(context: RankCard, generation: RankCard, *, with_draft: bool
     """
     share = common_ordinals(context, generation)
     cuts = find_cuts(context, generation, with_draft=with_draft) if share else ()
-    grouped: dict[tuple[GroupId, GroupId], list[Cut]] = {}
-    for cut in cuts:
-        grouped.setdefault((cut.src.view.group_id, cut.dst.view.group_id), []).append(cut)
+    grouped = _in_bands(cuts, context.layer_bands)
     pairs: list[GroupPair] = []
     lanes: list[Lane] = []
     slices: list[Slice] = []
     for number, key in enumerate(sorted(grouped)):
         pair_slices, pair_lanes = _compile_cuts(number, grouped[key], _page_tokens(context, generation))
         page_bytes = sum(lane.page_bytes for lane in pair_lanes)
-        pairs.append(_group_pair(context, generation, key, page_bytes, share or OrdinalShare()))
+        pairs.append(_group_pair(context, generation, key[:2], page_bytes, share or OrdinalShare()))
         _check_lanes(pairs[-1], pair_lanes, context, generation)
         lanes += pair_lanes
         slices += pair_slices
@@ -110,6 +108,20 @@ def writers_for(generation: RankCard, contexts: Iterable[RankCard], *, with_draf
     """
     programs = (compile_program(card, generation, with_draft=with_draft) for card in contexts)
     return tuple(program.context_rank for program in programs if program.lanes)
+
+
+def _in_bands(cuts: Iterable[Cut], bands: int) -> dict[tuple[GroupId, GroupId, int], list[Cut]]:
+    """Return cuts by the layer groups they join and the band of layers they lie in, each about as many layers."""
+    grouped: dict[tuple[GroupId, GroupId], list[Cut]] = {}
+    for cut in cuts:
+        grouped.setdefault((cut.src.view.group_id, cut.dst.view.group_id), []).append(cut)
+    banded: dict[tuple[GroupId, GroupId, int], list[Cut]] = {}
+    for (src, dst), members in grouped.items():
+        layers = sorted({cut.dst.entry.layer_id for cut in members})
+        band_of = {layer: number * bands // len(layers) for number, layer in enumerate(layers)}
+        for cut in members:
+            banded.setdefault((src, dst, band_of[cut.dst.entry.layer_id]), []).append(cut)
+    return banded
 
 
 def _page_tokens(context: RankCard, generation: RankCard) -> int:
@@ -217,7 +229,9 @@ def _slot_bytes(card: RankCard, group: GroupId, index: int) -> int:
     except (KeyError, IndexError):
         want = "described with its storage, as a view uses it"
         raise SpecError(explain(thing, "pool", "missing", want, "complete that rank's card")) from None
-    end = pool.num_slots * pool.slot_stride_bytes
+    end = pool.offset_bytes + pool.num_slots * pool.slot_stride_bytes
+    if pool.offset_bytes < 0:
+        raise SpecError(explain(thing, "offset_bytes", pool.offset_bytes, ">= 0", "correct that rank's card"))
     if end > size:
         want = f"<= the {size} bytes of storage {pool.storage}"
         raise SpecError(explain(thing, "end of the last slot in bytes", end, want, "correct that rank's card"))

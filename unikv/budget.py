@@ -9,7 +9,8 @@ from unikv.errors import SpecError, explain
 from unikv.ids import GroupId
 from unikv.layout import CacheLayout
 from unikv.sizing_pages import Batch
-from unikv.sizing_split import max_slots_for_bytes, split_layout
+from unikv.sizing_split import split_layout
+from unikv.sizing_weights import max_slots_for_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 from unikv.cached_page import CachedPage
-from unikv.errors import InternalError
+from unikv.errors import CapacityError, InternalError
 from unikv.eviction import EvictionQueueManager
 from unikv.ids import NO_PAGE, GroupId, SlotId
 from unikv.layer_spec import ReusePolicy
@@ -290,6 +290,7 @@ class PageCacheManager:
         needed: dict[int, int] = dict(cold or {})
         for change in changes:
             needed[change.pool_group] = needed.get(change.pool_group, 0) + change.needed_pages
+        short: list[CapacityError] = []
         for pool_group, wanted in needed.items():
             allocator = self.allocators[pool_group]
             if wanted <= allocator.num_free:
@@ -301,7 +302,9 @@ class PageCacheManager:
                 groups = ", ".join(str(change.group_id) for change in here if change.needed_pages)
                 total = wanted + sum(change.kept_pages for change in here)
                 who = f"{thing}, layer group {groups}" if groups else thing
-                raise shortage(allocator, who, total, wanted, free)
+                short.append(shortage(allocator, who, total, wanted, free))
+        if short:  # waiting for one pool group is in vain where another can never serve the step
+            raise next((error for error in short if error.permanent), short[0])
         return needed
 
     def _gained(self, pool_group: int, dropped: Iterable[int]) -> int:

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from unikv.cached_page import CachedPage
 from unikv.errors import SpecError, explain
@@ -49,13 +50,16 @@ def token_bytes(tokens: Sequence[int] | np.ndarray) -> bytes:
         SpecError: a token is no integer of 64 bits.
     """
     try:
-        array = np.asarray(tokens)
-        if array.size and array.dtype.kind not in "iu":
-            raise TypeError(f"a {array.dtype} array")
-        return array.astype(np.int64, copy=False).tobytes()
+        return _integers(np.asarray(tokens)).tobytes()
     except (TypeError, ValueError, OverflowError) as error:
         got, want = f"{type(tokens).__name__} ({error})", "a sequence of integers of 64 bits"
         raise SpecError(explain("prefix", "tokens", got, want, "pass token ids")) from error
+
+
+def _integers(tokens: NDArray[Any]) -> NDArray[np.int64]:
+    if tokens.size and tokens.dtype.kind not in "iu":
+        raise TypeError(f"a {tokens.dtype} array")
+    return tokens.astype(np.int64, copy=False)
 
 
 class PrefixNode:

@@ -242,6 +242,15 @@ class KVCacheRequest(RequestPages):
         sink_tokens = group.sink_blocks * self._source.layout.tokens_per_block if sinks else 0
         self._rows[group_id].unwritten = Span(min(sink_tokens, first_token), first_token)
 
+    def written_from(self, group_id: GroupId) -> int:
+        """Return the position before which a group's KV was never written, sinks aside; 0 where all of it was.
+
+        Raises:
+            UnknownLayerError: there is no such group.
+        """
+        unwritten = self._rows[self._source.layout.group(group_id).group_id].unwritten
+        return unwritten.hi if len(unwritten) else 0
+
     def plan_drop(self) -> PlannedDrop:
         """Return a handle that drops the window pages at the end of the committed tokens.
 

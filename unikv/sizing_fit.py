@@ -10,6 +10,7 @@ The null slot is charged here once per pool group: no other sizing counts it.
 from __future__ import annotations
 
 from unikv.errors import SpecError, explain
+from unikv.layer_spec import LayerOwner
 from unikv.layout import CacheLayout
 from unikv.ranges import ceil_div
 from unikv.sizing_pages import peak_pages, pool_group_pages
@@ -76,6 +77,20 @@ def requests_for_bytes(
         for count in (0, 1)
     )
     return max(0, (memory_bytes - none) // (one - none))
+
+
+def draft_bytes(layout: CacheLayout, requests: int, *, tokens: int, headroom_tokens: int, chunk_tokens: int = 0) -> int:
+    """Return the bytes of the draft groups' pages when `requests` requests are admitted; no null slots.
+
+    With windows this is what every admitted request's window and one chunk take, however long the requests are: the
+    drafter's part of the bytes per token would be far more. Arguments as in `slots_for_requests`.
+    """
+    each, chunk = request_pages(layout, tokens, headroom_tokens), chunk_pages(layout, chunk_tokens)
+    return sum(
+        (requests * pages + extra) * group.page_bytes
+        for group, pages, extra in zip(layout.groups, each, chunk, strict=True)
+        if group.owner is LayerOwner.DRAFT
+    )
 
 
 def longest_request(

@@ -1,7 +1,7 @@
 """Bytes of memory to slots: how the pools of several pool groups share one quota.
 
-Every pool is allocated in whole grains of g bytes, so n slots of a pool group whose pools have slots of b1, b2, ...
-bytes take ``ceil(n*b1/g) + ceil(n*b2/g) + ...`` grains. The quota is dealt out in proportion to ratios; a pool group that
+Every pool is allocated in whole grains of g bytes: n slots of a pool group whose pools have slots of b1, b2, ... bytes
+take ``ceil(n*b1/g) + ceil(n*b2/g) + ...`` grains. The quota is dealt out in proportion to ratios. A pool group that
 would get no more than the slots it cannot do without gets just those, and the others share the rest.
 
 Slots include the null slot: each pool group needs one more than the pages it hands out.
@@ -10,12 +10,11 @@ Slots include the null slot: each pool group needs one more than the pages it ha
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Final
 
 from unikv.errors import SpecError, explain
-from unikv.ids import GroupId
 from unikv.layout import CacheLayout
 from unikv.ranges import ceil_div
 from unikv.sizing_pages import Batch, RequestShape, batch_pages, peak_pages, pool_group_pages
@@ -26,7 +25,6 @@ NULL_SLOTS: Final = 1
 DEFAULT_BATCH: Final[Batch] = (RequestShape(capacity_tokens=2049, history_tokens=2048),)
 """What pools are shaped for where no load is known: one request that generates its first token."""
 
-_MIN_SLOTS: Final = NULL_SLOTS + 1
 _RATIO_TOLERANCE: Final = 1e-6
 
 
@@ -155,50 +153,13 @@ def split_bytes(
         raise SpecError(explain("cache", "quota_bytes", quota_bytes, want, "give the pools more bytes"))
     slots = _deal(total, costs, ratios, least_slots)
     spare = total - sum(cost.of(count) for cost, count in zip(costs, slots, strict=True))
-    # What rounding left over: large slots first, the small ones fill the rest.
-    for index in sorted(range(len(costs)), key=lambda index: -sum(slot_sizes[index])):
+    # What rounding left over: pinned groups last, large slots first, the small ones fill the rest.
+    order = sorted((slots[index] == least_slots[index], -sum(slot_sizes[index]), index) for index in range(len(costs)))
+    for _, _, index in order:
         used = costs[index].of(slots[index])
         slots[index] = costs[index].most_slots(used + spare)
         spare -= costs[index].of(slots[index]) - used
     return tuple(slots)
-
-
-def max_slots_for_bytes(
-    layout: CacheLayout, pool_group: int, quota_bytes: int, *, weights: Mapping[GroupId, int] | None = None
-) -> int:
-    """Return how many slots pool group `pool_group` gets when the whole cache may take `quota_bytes`.
-
-    Every layer group gets equally many pages, or as many as its weight says in proportion; groups that share a pool
-    group add up. Rounded down per pool group, so that all of them together never exceed the quota.
-
-    Args:
-        layout: the rank's layout.
-        pool_group: number of the pool group.
-        quota_bytes: bytes of all pools of all groups.
-        weights: pages of each layer group in proportion to the others', None for equal parts. Pass what the load
-            needs where windowed groups are cheap: equal parts give them as many pages as full attention.
-
-    Returns:
-        Slots, the null slot included.
-
-    Raises:
-        SpecError: no such pool group, a weight that is not positive, or a quota too small for a page beside the null
-            slot.
-    """
-    if not 0 <= pool_group < layout.num_pool_groups:
-        want = f"in [0, {layout.num_pool_groups})"
-        raise SpecError(explain("layout", "pool_group", pool_group, want, "use a pool group of this layout"))
-    shares = {group.group_id: 1 if weights is None else weights.get(group.group_id, 0) for group in layout.groups}
-    for group_id, share in shares.items():
-        if share < 1:
-            raise SpecError(explain(f"group {group_id}", "weight", share, "an integer >= 1", "weigh every group"))
-    round_bytes = sum(shares[group.group_id] * group.page_bytes for group in layout.groups)
-    share = sum(shares[group.group_id] for group in layout.groups if group.pool_group == pool_group)
-    slots = quota_bytes * share // round_bytes
-    if slots < _MIN_SLOTS:
-        want = f">= {ceil_div(_MIN_SLOTS * round_bytes, share)} for pool group {pool_group}"
-        raise SpecError(explain("cache", "quota_bytes", quota_bytes, want, "give the pools more bytes"))
-    return slots
 
 
 class _Grains:

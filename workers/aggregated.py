@@ -37,9 +37,9 @@ def run_aggregated(
         CapacityError: the pool is too small for the sequence.
     """
     prompt = tuple(prompt_ids) if reuse else ()
-    request = open_for_prefill(runner.manager, RequestId(request_id), prompt)
+    request, publish_at = open_for_prefill(runner.manager, RequestId(request_id), prompt)
     try:
-        first = runner.prefill(request, prompt_ids, chunk_tokens=chunk_tokens).first_token
+        first = runner.prefill(request, prompt_ids, chunk_tokens=chunk_tokens, publish_at=publish_at).first_token
         draft_valid_from = 0 if share_draft_kv else len(prompt_ids)
         decoder = SpeculativeDecoder(runner, request, prompt_ids, first, draft_valid_from, max_new_tokens, eos)
         result = decoder.run()

@@ -142,6 +142,7 @@ def _request_entry(case: str, record: RequestRecord) -> dict[str, Any]:
         "prefill_s": record.prefill_s,
         "stages": stages,
         "total_s": sum(stages.values()),
+        "exposed_s": record.exposed_s(),
         "gb_per_s": record.bytes / stages["move_s"] / 1e9 if stages["move_s"] else 0.0,
         "ttft_s": record.ttft_s(),
         "verified": verified,

@@ -66,7 +66,12 @@ class CurveConfig(Section):
 
 
 class TransferConfig(Section):
-    """How pages move. Both sides use the same."""
+    """How pages move. Both sides use the same.
+
+    Attributes:
+        layer_bands: 0 moves a prompt's pages when all of it is computed; from 1 on they leave while it is computed, in
+            so many bands of layers, and chunk by chunk.
+    """
 
     path: Annotated[PathKind, named(PathKind)] = PathKind.AUTO
     draft_kv: Annotated[DraftKVMode, named(DraftKVMode, spelled={0: "0", 1: "1"})] = DraftKVMode.AUTO
@@ -74,6 +79,7 @@ class TransferConfig(Section):
     checksum: Annotated[str, one_of("off", "page", spelled={False: "off"})] = "off"
     chunk_bytes: Annotated[SizeBytes, Field(ge=1)] = 8 << 20
     timeout_s: Seconds = 60.0
+    layer_bands: Annotated[int, Field(ge=0, le=1024)] = 0
     curve: CurveConfig | None = None
 
     def options(self) -> TransferOptions:
@@ -95,6 +101,7 @@ class HFRunnerConfig(Section):
         draft: None, a directory, ``{"quantize_bits": n}`` or ``{"drop_layers": n}``.
         dtype: of the computation; pages have the dtype of their layers.
         draft_window: attention window in tokens imposed on the drafter.
+        chunk_tokens: tokens of one prefill pass; None runs a prompt in one.
         threads: threads of one tensor operation in each process; None leaves torch's choice.
     """
 
@@ -103,6 +110,7 @@ class HFRunnerConfig(Section):
     draft: DraftSource = None
     dtype: Annotated[str, one_of("float32", "float16", "bfloat16")] = "float32"
     draft_window: Count | None = None
+    chunk_tokens: Count | None = None
     threads: Count | None = 1
 
 

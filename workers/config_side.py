@@ -142,7 +142,7 @@ class HostTierConfig(Section):
 
     Attributes:
         bytes: of all host pools of a rank together; 0 for no host tier.
-        codec: "none" or "identity" keep every bit, "fp8" halves 16-bit K and V.
+        codec: "none" or "identity" keep every bit; "fp8" halves 16-bit K and V and rounds them: tokens may change.
     """
 
     bytes: SizeBytes = 0

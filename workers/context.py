@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from transfer.outcome import TransferHandle
 from unikv.errors import CapacityError, InternalError
-from unikv.ids import RequestId
+from unikv.ids import LayerId, RequestId
+from unikv.page_source import PagePin
 from unikv.request import KVCacheRequest
 from workers.control import EvidenceReport, PromptReport, Ready, RunPrompt
 from workers.evidence_report import evidence_report
@@ -28,7 +29,14 @@ class _Published:
     handle: TransferHandle
     prefill_s: float
     cached_tokens: int
+    pin: PagePin | None = None
     reported: bool = False
+
+    def free(self) -> None:
+        """Give the pages back; nobody reads them any more."""
+        self.request.close()
+        if self.pin is not None:
+            self.pin.release()
 
 
 class ContextWorker(Worker[RunPrompt]):
@@ -53,13 +61,16 @@ class ContextWorker(Worker[RunPrompt]):
         return self.runtime.manager.context_capacity(0, work.prompt_tokens)
 
     def take(self, work: RunPrompt) -> bool:
-        """Compute one prompt and publish it."""
+        """Compute one prompt and publish it: when it is there, or as it comes."""
         started_s = now_s()
         request: KVCacheRequest | None = None
         try:
-            request = open_for_prefill(self.runtime.manager, work.request_id, work.prompt)
+            request, publish_at = open_for_prefill(self.runtime.manager, work.request_id, work.prompt)
+            if self.runtime.pair.transfer.layer_bands:
+                self._take_early(work, request, publish_at, started_s)
+                return True
             cached = request.history_tokens
-            aux = self.runner.prefill(request, work.prompt, work.prompt_tokens)
+            aux = self.runner.prefill(request, work.prompt, work.prompt_tokens, publish_at)
             tables, prefill_s = request.page_tables(), now_s() - started_s
             handle = self._endpoint.publish(work.request_id, tables, work.prompt_tokens, aux)
         except InternalError:
@@ -77,6 +88,33 @@ class ContextWorker(Worker[RunPrompt]):
         self._published[work.request_id] = _Published(work, request, tables, handle, prefill_s, cached)
         return True
 
+    def _take_early(self, work: RunPrompt, request: KVCacheRequest, publish_at: int | None, started_s: float) -> None:
+        """Publish a prompt's pages first, and compute it then: every layer leaves as soon as it may.
+
+        Pages stay where they are until nobody reads them, whatever commits and windows do meanwhile.
+        """
+        cached = request.history_tokens
+        request.resize(max(self.capacity_tokens(work), request.capacity_tokens))
+        tables = request.page_tables()
+        handle, readiness = self._endpoint.begin(work.request_id, tables, work.prompt_tokens)
+        published = _Published(work, request, tables, handle, 0.0, cached, request.pin(tables))
+        self._published[work.request_id] = published
+        for spec in self.runtime.manager.layout.specs:
+            readiness.mark(spec.layer_id, cached)
+
+        def on_layer(layer_id: LayerId, tokens: int) -> None:
+            readiness.mark(layer_id, tokens)
+            self._endpoint.poke()
+
+        try:
+            aux = self.runner.prefill(request, work.prompt, work.prompt_tokens, publish_at, on_layer)
+            published.prefill_s = now_s() - started_s
+            self._endpoint.finish(work.request_id, aux)
+        except InternalError:
+            raise
+        except Exception as error:  # what moves is drained first; then it is reported and freed like every failure
+            self._endpoint.fail(work.request_id, describe(error, self._name("prompt")))
+
     def refuse(self, work: RunPrompt, reason: str) -> None:
         """Tell the generation ranks, which may wait for it, and the caller."""
         _log.warning("request %d: %s", work.request_id, reason)
@@ -89,7 +127,7 @@ class ContextWorker(Worker[RunPrompt]):
             if published.handle.outcome is not None and not published.reported:
                 self._conclude(published)
             if published.reported and published.handle.quiet:
-                published.request.close()
+                published.free()
                 del self._published[published.work.request_id]
                 self.pages_freed()
         return False
@@ -106,7 +144,7 @@ class ContextWorker(Worker[RunPrompt]):
         """End the endpoint and free everything."""
         self._endpoint.close(f"{self._name('worker')} is closing", drain_s=CLOSE_S)
         for published in self._published.values():
-            published.request.close()
+            published.free()
 
     def _conclude(self, published: _Published) -> None:
         """Say how the transfer ended and, if asked to, what is in the pages."""

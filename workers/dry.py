@@ -6,19 +6,22 @@ half-open ranges ``[lo, hi]``, offsets and sizes are bytes, windows are tokens (
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any, Final
 
 from transfer.hello import RankCard, Side
 from unikv.errors import ConfigError, explain
-from unikv.ids import GroupId
 from unikv.layer_spec import KEY
 from unikv.layout import CacheLayout, GroupLayout, PoolLayout, bytes_per_token
-from unikv.ranges import Span, ceil_div, max_live_blocks
+from unikv.ranges import Span, ceil_div
 from unikv.sizing import CacheCost
+from unikv.sizing_fit import pool_bytes as sum_pool_bytes
+from unikv.sizing_fit import request_pages
+from unikv.sizing_pages import pool_group_pages
+from unikv.sizing_split import NULL_SLOTS
 from unikv.speculation import NO_SPECULATION
 from workers.config import PairConfig, SideConfig
-from workers.topology import dry_cards, pool_slots, positions, rank_card, rank_layout, speculation_shape
+from workers.topology import dry_cards, pool_group_slots, positions, rank_card, rank_layout, speculation_shape
 
 Report = dict[str, Any]
 
@@ -117,7 +120,9 @@ def size_report(
         quota_bytes: bytes for the way back; None takes what the load costs.
 
     Returns:
-        Without iteration tokens ``quota_bytes = tokens * bytes_per_token + requests * fixed_bytes_per_request``.
+        Bytes that a load costs are not rounded to pages, what `resident_bytes` and the ``..._for_pool`` say is: pages
+        of each pool group, without its null slot. Without iteration tokens
+        ``quota_bytes = tokens * bytes_per_token + requests * fixed_bytes_per_request``.
         ``tokens_for_quota`` is None where no number of tokens exceeds the bytes (windowed layers alone). Each of the
         groups says what one request of ``tokens / requests`` positions, max_seq_len at most, holds.
 
@@ -142,7 +147,8 @@ def size_report(
         max_num_tokens=iteration_tokens,
     )
     needed_bytes = cost.quota_bytes(tokens)
-    pool_bytes = _pool_bytes(layout, pool_slots(config, layout))
+    slots = pool_group_slots(config, layout)
+    pool_bytes = sum_pool_bytes(layout, slots)
     tokens_each = min(ceil_div(tokens, requests), config.max_seq_len)
     return {
         "side": side.value,
@@ -157,9 +163,11 @@ def size_report(
         "given_quota_bytes": quota_bytes,
         "tokens_for_quota": cost.tokens(needed_bytes if quota_bytes is None else quota_bytes),
         "pool_bytes": pool_bytes,
-        "tokens_for_pool": cost.tokens(pool_bytes),
+        "tokens_for_pool": requests * _longest_of(layout, slots, requests, headroom_tokens),
         "tokens_per_request": tokens_each,
-        "groups": [_need(group, layout.tokens_per_block, tokens_each, headroom_tokens) for group in layout.groups],
+        "resident_bytes": requests * _held_bytes(layout, tokens_each, headroom_tokens),
+        "requests_for_pool": _requests_in(layout, slots, max(1, tokens_each), headroom_tokens),
+        "groups": [_need(layout, group, tokens_each, headroom_tokens) for group in layout.groups],
     }
 
 
@@ -205,17 +213,31 @@ def _headroom(side: SideConfig, layout: CacheLayout) -> int:
     return shape.generation_headroom(any(spec.is_draft for spec in layout.specs))
 
 
-def _pool_bytes(layout: CacheLayout, slots: Mapping[GroupId, int]) -> int:
-    """Return the bytes of all pools; groups of one pool group share theirs."""
-    by_pool_group = {group.pool_group: slots[group.group_id] * group.page_bytes for group in layout.groups}
-    return sum(by_pool_group.values())
+def _held_bytes(layout: CacheLayout, tokens: int, headroom_tokens: int) -> int:
+    """Return the bytes of the pages one request of `tokens` tokens holds at most."""
+    pages = request_pages(layout, tokens, headroom_tokens) if tokens else [0] * len(layout.groups)
+    return sum(count * group.page_bytes for count, group in zip(pages, layout.groups, strict=True))
 
 
-def _need(group: GroupLayout, tokens_per_block: int, tokens: int, headroom_tokens: int) -> Report:
-    """Return what one request of `tokens` positions holds in `group` at most."""
-    pages = ceil_div(tokens, tokens_per_block)
-    if group.window is not None:
-        pages = min(pages, group.sink_blocks + max_live_blocks(group.window, headroom_tokens, tokens_per_block))
+def _requests_in(layout: CacheLayout, slots: Sequence[int], tokens: int, headroom_tokens: int) -> int:
+    """Return how many requests of `tokens` tokens the pools hold at the same time."""
+    each = pool_group_pages(layout, request_pages(layout, tokens, headroom_tokens))
+    return min((count - NULL_SLOTS) // pages for count, pages in zip(slots, each, strict=True) if pages)
+
+
+def _longest_of(layout: CacheLayout, slots: Sequence[int], requests: int, headroom_tokens: int) -> int:
+    """Return the most tokens that each of `requests` equal requests can have, no longer than the longest sequence."""
+    low, high = 0, layout.max_seq_len or MAX_COUNT
+    while low < high:
+        middle = (low + high + 1) // 2
+        fits = _requests_in(layout, slots, middle, headroom_tokens) >= requests
+        low, high = (middle, high) if fits else (low, middle - 1)
+    return low
+
+
+def _need(layout: CacheLayout, group: GroupLayout, tokens: int, headroom_tokens: int) -> Report:
+    """Return what one request of `tokens` tokens holds in `group` at most."""
+    pages = request_pages(layout, tokens, headroom_tokens)[group.group_id] if tokens else 0
     return {
         "id": group.group_id,
         "owner": group.owner.value,

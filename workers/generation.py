@@ -107,13 +107,16 @@ class GenerationWorker(Worker[RunDecode]):
         )
 
     def capacity_tokens(self, work: RunDecode) -> int:
-        """Return the prompt and the first step."""
-        manager = self.runtime.manager
-        draft = manager.speculation.max_draft_tokens if manager.speculation else 0
-        return manager.generation_capacity(work.prompt_tokens, draft)
+        """Return the prompt, all of the output, and what a step writes behind it.
+
+        Requests that wait to be decoded hold their pages until then: none would come free for the one that is decoded.
+        """
+        room = self.runtime.pair.side(self.runtime.side).max_seq_len - work.prompt_tokens
+        output_tokens = max(0, min(work.max_new_tokens - 1, room))
+        return self._step_capacity(work.prompt_tokens + output_tokens)
 
     def take(self, work: RunDecode) -> bool:
-        """Reserve pages for the prompt and the first step, and ask for the request."""
+        """Reserve pages for prompt and output, and ask for the request."""
         manager, request = self.runtime.manager, None
         try:
             request = open_for_decode(manager, work.request_id, work.prompt)
@@ -226,9 +229,15 @@ class GenerationWorker(Worker[RunDecode]):
             return Decoded()
         draft_valid_from = 0 if self.draft_travels else work.prompt_tokens
         self._mark_written(receiving)
+        receiving.request.resize(self._step_capacity(work.prompt_tokens))  # from here on steps take what was reserved
         return self.runner.decode(
             receiving.request, work.prompt, aux.first_tokens[0], draft_valid_from, work.max_new_tokens
         )
+
+    def _step_capacity(self, tokens: int) -> int:
+        manager = self.runtime.manager
+        draft = manager.speculation.max_draft_tokens if manager.speculation else 0
+        return manager.generation_capacity(tokens, draft)
 
     def _mark_written(self, receiving: _Receiving) -> None:
         """Say which KV is in the pages, so that what is published of them is true."""

@@ -11,12 +11,15 @@ read            ``[start, p + n)``     what attention sees, gathered for one lay
 ==============  =====================  ====================================================================
 
 ``valid_from`` is 0 where the prompt's KV is in the pages, and the prompt's length for a drafter whose prompt KV never
-came: it then sees only what it wrote itself, at the true positions.
+came: it then sees only what it wrote itself, at the true positions. With `skips_unwritten` it is, layer group by layer
+group, no less than where the request's KV begins: a drafter whose pages were gone does without them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -29,6 +32,7 @@ from unikv.layer_spec import KVDtype, KVLayout
 from unikv.ranges import ceil_div
 from unikv.request import KVCacheRequest
 from workers.hf_specs import AttentionPlan
+from workers.runner import OnLayer
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +62,13 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc, no-untyped-call, unused
 
     supports_early_init = False
 
-    def __init__(self, buffers: torch.Tensor, kv_layout: KVLayout, window: int | None) -> None:
+    def __init__(
+        self,
+        buffers: torch.Tensor,
+        kv_layout: KVLayout,
+        window: int | None,
+        on_written: Callable[[int], None] | None = None,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
         order = (1, 2, 0, 3, 4) if kv_layout is KVLayout.HND else (1, 3, 0, 2, 4)
         self._pages = buffers.permute(order)  # [2, heads, N, tpb, head_dim] whichever way it is stored
@@ -67,6 +77,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc, no-untyped-call, unused
         self.window = window
         self.is_sliding = window is not None
         self._step: _Step | None = None
+        self._on_written = on_written
 
     @property
     def step(self) -> _Step:
@@ -105,6 +116,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc, no-untyped-call, unused
                 raise SpecError(explain("paged cache", "K/V shape", tuple(states.shape), f"{want}", cure))
             stored = states[0].to(self._pages.dtype).view(self._cells.dtype)
             self._cells[lane][:, step.write_slots, step.write_offsets] = stored
+        if self._on_written is not None:
+            self._on_written(step.end)
         # [2, heads, blocks, tpb, head_dim] in one pass over the pages
         gathered = self._cells.index_select(2, step.read_slots).view(self._pages.dtype)
         lanes = gathered.flatten(2, 3)[:, :, step.skip : step.skip + step.end - step.start]
@@ -134,24 +147,35 @@ class PagedKVCache(Cache):  # type: ignore[misc, unused-ignore]  # partly typed
         manager: whose pages hold the layers of `plan`.
         request: an open request of `manager`.
         valid_from: first position whose KV exists; earlier positions are never read.
+        skips_unwritten: whether to begin reading where the request's KV begins, for a model that may lack some.
+        on_layer: called whenever a pass has written a layer, with the layer's id and how many tokens it has now.
 
     Raises:
         SpecError: a layer stores anything but plain K and V.
     """
 
     def __init__(
-        self, manager: UnifiedKVCacheManager, request: KVCacheRequest, plan: AttentionPlan, *, valid_from: int = 0
+        self,
+        manager: UnifiedKVCacheManager,
+        request: KVCacheRequest,
+        plan: AttentionPlan,
+        *,
+        valid_from: int = 0,
+        skips_unwritten: bool = False,
+        on_layer: OnLayer | None = None,
     ) -> None:
         self._request = request
         self._tokens_per_block = manager.layout.tokens_per_block
         self._groups = tuple(manager.layer_group_id(layer_id) for layer_id in plan.layer_ids)
         self._valid_from = valid_from
+        self._skips_unwritten = skips_unwritten
         self._imposed_window = plan.imposed_window
         kv_layout = manager.layout.kv_layout
         buffers = [_plain_buffers(manager, layer_id) for layer_id in plan.layer_ids]
         self._device = buffers[0].device
-        places = zip(buffers, plan.windows, strict=True)
-        self._paged = tuple(PagedLayer(pages, kv_layout, window) for pages, window in places)
+        written = [None if on_layer is None else partial(on_layer, layer_id) for layer_id in plan.layer_ids]
+        places = zip(buffers, plan.windows, written, strict=True)
+        self._paged = tuple(PagedLayer(pages, kv_layout, window, told) for pages, window, told in places)
         super().__init__(layers=list(self._paged))
 
     def begin(self, position: int, tokens: int) -> None:
@@ -190,7 +214,8 @@ class PagedKVCache(Cache):  # type: ignore[misc, unused-ignore]  # partly typed
         return ((key <= query) & (key > query - self._imposed_window))[None, None]
 
     def _places(self, group: GroupId, window: int | None, position: int, end: int) -> _Step:
-        start = self._valid_from if window is None else max(self._valid_from, position + 1 - window)
+        valid_from = max(self._valid_from, self._request.written_from(group) if self._skips_unwritten else 0)
+        start = valid_from if window is None else max(valid_from, position + 1 - window)
         if start > position:
             cure = "start at or after valid_from"
             raise LocalProtocolError(explain("paged cache", "position", position, f">= {start}", cure))

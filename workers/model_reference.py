@@ -67,7 +67,7 @@ def run_references(pair: PairConfig, on_finished: Callable[[], None]) -> tuple[l
                 else:
                     prompt = chat.following(jobs[after].prompt, references[after].aggregated.tokens, text)
                 jobs.append(_job(pair, len(jobs) + 1, prompt, after))
-                references.append(_reference(runner, jobs[-1], exact=pair.runner.dtype == "float32"))
+                references.append(_reference(runner, jobs[-1], pair.runner))
                 on_finished()
     return jobs, references
 
@@ -101,8 +101,11 @@ def _job(pair: PairConfig, number: int, prompt: tuple[int, ...], after: int | No
     return Job(prompt=prompt, prompt_tokens=len(prompt), max_new_tokens=output_tokens, after=after)
 
 
-def _reference(runner: HFRunner, job: Job, *, exact: bool) -> Reference:
-    eos = runner.eos_token_ids
-    aggregated = run_aggregated(runner, job.prompt, max_new_tokens=job.max_new_tokens, eos=eos, reuse=True)
-    generated = runner.reference_generate(job.prompt, max_new_tokens=job.max_new_tokens, eos=eos) if exact else None
+def _reference(runner: HFRunner, job: Job, config: HFRunnerConfig) -> Reference:
+    eos, longest = runner.eos_token_ids, job.max_new_tokens
+    aggregated = run_aggregated(
+        runner, job.prompt, max_new_tokens=longest, eos=eos, reuse=True, chunk_tokens=config.chunk_tokens
+    )
+    exact = config.dtype == "float32"
+    generated = runner.reference_generate(job.prompt, max_new_tokens=longest, eos=eos) if exact else None
     return Reference(aggregated=aggregated, generated=generated)

@@ -12,7 +12,7 @@ from workers.config import HFRunnerConfig, SideConfig
 from workers.evidence import digest_pages
 from workers.model_store import resolve_model
 from workers.page_bytes import Bytes
-from workers.runner import Decoded, Evidence, PromptPages, Tables
+from workers.runner import Decoded, Evidence, OnLayer, PromptPages, Tables
 from workers.runner_hf import HFRunner
 from workers.speculative import SpeculativeDecoder, commit_output
 
@@ -38,8 +38,8 @@ class ModelRunner:
 
     background = False
 
-    def __init__(self, model: HFRunner) -> None:
-        self._model = model
+    def __init__(self, model: HFRunner, *, chunk_tokens: int | None = None) -> None:
+        self._model, self._chunk_tokens = model, chunk_tokens
         self._card: RankCard | None = None
         self._arrays: list[Bytes] = []
 
@@ -53,9 +53,18 @@ class ModelRunner:
         self._card = card
         self._arrays = [manager.pools.numpy(storage) for storage in range(len(card.storages))]
 
-    def prefill(self, request: KVCacheRequest, prompt: tuple[int, ...], prompt_tokens: int) -> AuxData:
+    def prefill(
+        self,
+        request: KVCacheRequest,
+        prompt: tuple[int, ...],
+        prompt_tokens: int,
+        publish_at: int | None = None,
+        on_layer: OnLayer | None = None,
+    ) -> AuxData:
         """Run target and drafter over the prompt."""
-        result = self._model.prefill(request, prompt)
+        result = self._model.prefill(
+            request, prompt, chunk_tokens=self._chunk_tokens, publish_at=publish_at, on_layer=on_layer
+        )
         return AuxData(
             first_tokens=(result.first_token,), draft_tokens=result.draft_tokens, prompt_tokens=prompt_tokens
         )

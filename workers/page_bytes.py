@@ -85,7 +85,9 @@ def buffer_bytes(card: RankCard, arrays: Sequence[Bytes]) -> Iterator[BufferByte
                 role=entry.role,
                 group_id=view.group_id,
                 heads=view.heads,
-                pages=_pages(arrays[pool.storage], view, entry, pool.slot_stride_bytes, pool.num_slots),
+                pages=_pages(
+                    arrays[pool.storage][pool.offset_bytes :], view, entry, pool.slot_stride_bytes, pool.num_slots
+                ),
             )
 
 

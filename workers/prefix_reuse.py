@@ -2,30 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import numpy as np
 
 from unikv.cache_manager import UnifiedKVCacheManager
+from unikv.claim_cap import ClaimPlan, claim_cap
 from unikv.errors import CapacityError
 from unikv.ids import NO_PAGE, GroupId, RequestId
-from unikv.layer_spec import ReusePolicy
+from unikv.layer_spec import LayerOwner, ReusePolicy
 from unikv.request import KVCacheRequest, ResumeResult
 from workers.runner import Tables
 
 
-def open_for_prefill(manager: UnifiedKVCacheManager, request_id: RequestId, prompt: tuple[int, ...]) -> KVCacheRequest:
+def open_for_prefill(
+    manager: UnifiedKVCacheManager, request_id: RequestId, prompt: tuple[int, ...]
+) -> tuple[KVCacheRequest, int | None]:
     """Return an active request for a prompt to compute, with whatever of it target and drafter both have.
 
     A drafter that sees the whole prompt can only skip what its own layers have; one that sees a window is given it by
     computing the end of the prompt again.
 
+    Returns:
+        The request, and a position inside the prompt where a prefill chunk should end, since others will branch off
+        there; None where there is no such place.
+
     Raises:
-        CapacityError: no pages for what was found; nothing is left open.
+        CapacityError: too many pages are in use to begin; nothing is left open.
     """
     if not prompt:
-        return manager.create_request(request_id)
-    return _resume(manager.create_request(request_id, prompt, claim_limit=_prefill_limit(manager, prompt)))
+        return manager.create_request(request_id), None
+    plan = plan_prefill(manager, prompt)
+    return _open(manager, request_id, prompt, plan.claim_tokens), plan.publish_at
 
 
 def open_for_decode(manager: UnifiedKVCacheManager, request_id: RequestId, prompt: tuple[int, ...]) -> KVCacheRequest:
@@ -34,11 +43,11 @@ def open_for_decode(manager: UnifiedKVCacheManager, request_id: RequestId, promp
     Optional groups that lack their part are fetched in full; nothing is computed again for them.
 
     Raises:
-        CapacityError: no pages for what was found; nothing is left open.
+        CapacityError: too many pages are in use to begin; nothing is left open.
     """
     if not prompt:
         return manager.create_request(request_id)
-    return _resume(manager.create_request(request_id, prompt))
+    return _open(manager, request_id, prompt, manager.probe(prompt).num_tokens)
 
 
 def taken_over_tokens(manager: UnifiedKVCacheManager, request: KVCacheRequest) -> dict[GroupId, int]:
@@ -58,29 +67,69 @@ def without(tables: Tables, tokens: Mapping[GroupId, int], tokens_per_block: int
     return masked
 
 
-def _prefill_limit(manager: UnifiedKVCacheManager, prompt: tuple[int, ...]) -> int:
-    """Return how much of a prompt may be taken over without leaving a drafter short.
+def plan_prefill(manager: UnifiedKVCacheManager, prompt: tuple[int, ...]) -> ClaimPlan:
+    """Return how much of a prompt may be taken over without leaving target or drafter short.
 
-    Either as much as all optional groups have, or as much as still lets the prefill compute every position again that
-    a windowed drafter reads: its first step reads from ``prompt + 2 - window`` on.
+    Either as much as all groups have, or as much as still lets the prefill compute every position again that a windowed
+    drafter reads, whichever is more. The target needs all of its KV, and PRIVATE groups have none here.
     """
-    groups = [group for group in manager.layout.groups if group.reuse_policy is ReusePolicy.OPTIONAL]
-    free = manager.probe(prompt)
+    groups = [group for group in manager.layout.groups if group.reuse_policy is not ReusePolicy.REQUIRED]
+    private = [group for group in groups if group.reuse_policy is ReusePolicy.PRIVATE]
+    target = {group.group_id for group in groups if group.owner is LayerOwner.TARGET}
+    if any(group.window is None or group.group_id in target for group in private):
+        return ClaimPlan(claim_tokens=0, publish_at=None)
+    free = manager.probe(prompt, also_required=target)
     short = [group for group in groups if not free.status[group.group_id].complete]
     if not short or not free.num_tokens:
-        return free.num_tokens
-    together = manager.probe(prompt, also_required={group.group_id for group in groups}).num_tokens
+        return ClaimPlan(claim_tokens=free.num_tokens, publish_at=None)
+    optional = {group.group_id for group in groups if group not in private}
+    together = 0 if private else manager.probe(prompt, also_required=optional).num_tokens
+    all_there = ClaimPlan(claim_tokens=together, publish_at=None)
+    windows = [group.window for group in groups if group.window is not None and group.group_id not in target]
     if any(group.window is None for group in short):
-        return together
-    windows = [group.window for group in groups if group.window is not None]
-    return max(together, min(free.num_tokens, max(0, len(prompt) + 1 - max(windows))))
+        return all_there
+    capped = claim_cap(
+        len(prompt),
+        max(windows),
+        free.num_tokens,
+        free.divergence_tokens,
+        complete=False,
+        tokens_per_block=manager.layout.tokens_per_block,
+        partial=manager.reuse.partial_blocks,
+    )
+    if together >= capped.claim_tokens:
+        return all_there
+    if target:  # nearer the start a window of the target may be gone
+        claim_tokens = manager.probe(prompt, claim_limit=capped.claim_tokens, also_required=target).num_tokens
+        return replace(capped, claim_tokens=claim_tokens)
+    return capped
 
 
-def _resume(request: KVCacheRequest) -> KVCacheRequest:
-    complete = [s.group_id for s in request.reuse_status() if s.complete and s.policy is ReusePolicy.OPTIONAL]
-    result = request.resume(complete)
-    if result is not ResumeResult.OK:
+def _open(
+    manager: UnifiedKVCacheManager, request_id: RequestId, prompt: tuple[int, ...], claim_tokens: int
+) -> KVCacheRequest:
+    """Return an active request that has taken over as much of `claim_tokens` as there are pages for.
+
+    Taking over a block in part needs its page and one for the copy at the same time, which is one page more than the
+    prompt itself may need.
+    """
+    result = ResumeResult.OK
+    for limit in _claims(manager, prompt, claim_tokens):
+        request = manager.create_request(request_id, prompt, claim_limit=limit)
+        complete = [s.group_id for s in request.reuse_status() if s.complete and s.policy is ReusePolicy.OPTIONAL]
+        result = request.resume(complete)
+        if result is ResumeResult.OK:
+            return request
         request.close()
-        text = f"request {request.request_id}: {result.value}: its cached prefix cannot be brought back; wait for pages"
-        raise CapacityError(text, needed_pages=request.num_blocks, free_pages=0)
-    return request
+    text = f"request {request_id}: {result.value}: its cached prefix cannot be brought back; wait for pages"
+    raise CapacityError(text, needed_pages=0, free_pages=0)
+
+
+def _claims(manager: UnifiedKVCacheManager, prompt: tuple[int, ...], claim_tokens: int) -> Iterator[int]:
+    """Yield how much to take over, what to be content with if there are no pages for that, and nothing."""
+    yield claim_tokens
+    whole = claim_tokens - claim_tokens % manager.layout.tokens_per_block
+    if 0 < whole < claim_tokens and all(s.complete for s in manager.probe(prompt, claim_limit=whole).status):
+        yield whole
+    if claim_tokens:
+        yield 0

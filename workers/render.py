@@ -29,18 +29,18 @@ def layout(result: Result) -> RenderableType:
     """Show groups, pools and layers of one rank."""
     title = f"{result['side']} rank {result['rank']}: {result['bytes_per_token']:,} bytes per token, "
     title += f"{result['tokens_per_block']} tokens per block, {result['kv_layout']}"
-    groups = _table("Layer groups", "group", "owner", "layers", "window", "sinks", "reuse", "page")
+    groups = table("Layer groups", "group", "owner", "layers", "window", "sinks", "reuse", "page")
     for group in result["groups"]:
         groups.add_row(
             str(group["id"]),
             group["owner"],
             ranges(group["layers"]),
-            _window(group["window"]),
+            window_text(group["window"]),
             str(group["sink_blocks"]),
             group["reuse"],
             size_text(group["page_bytes"]),
         )
-    pools = _table("Pools (one slot)", "group", "pool", "slot", "buffers", "each", "holds")
+    pools = table("Pools (one slot)", "group", "pool", "slot", "buffers", "each", "holds")
     for pool in result["pools"]:
         pools.add_row(
             str(pool["group"]),
@@ -50,51 +50,20 @@ def layout(result: Result) -> RenderableType:
             size_text(pool["buffer_bytes"]),
             _buffers(pool["buffers"]),
         )
-    layers = _table("Layers", "layers", "owner", "heads here", "of the model", "bytes per token")
+    layers = table("Layers", "layers", "owner", "heads here", "of the model", "bytes per token")
     for same, items in _runs(result["layers"], "owner", "local_kv_heads", "heads", "bytes_per_token"):
         owner, local, heads, size = same
         layers.add_row(ranges(item["layer"] for item in items), owner, str(local), ranges(range(*heads)), f"{size:,}")
     return Group(Text(title, style="bold"), groups, pools, layers)
 
 
-def size(result: Result) -> RenderableType:
-    """Show costs and what fits."""
-    title = f"{result['side']} rank {result['rank']}: {result['tokens']:,} tokens in {result['requests']:,} request(s)"
-    costs = _table("", "what", "bytes", "", header=False)
-    for name, value in (
-        ("per token, layers without a window", result["bytes_per_token"]),
-        ("per token in prefill, all layers", result["context_bytes_per_token"]),
-        ("per request, windows and sinks", result["fixed_bytes_per_request"]),
-        ("needed in all", result["quota_bytes"]),
-        ("pools of the pair file", result["pool_bytes"]),
-    ):
-        costs.add_row(name, f"{value:,}", size_text(value))
-    fits = [f"tokens that fit into the pools of the pair file: {_tokens(result['tokens_for_pool'])}"]
-    quota = result["given_quota_bytes"]
-    if quota is not None:
-        fits.append(f"tokens that fit into {size_text(quota)}: {_tokens(result['tokens_for_quota'])}")
-    groups = _table(
-        f"One request of {result['tokens_per_request']:,} tokens", "group", "owner", "window", "page", "pages", "bytes"
-    )
-    for group in result["groups"]:
-        groups.add_row(
-            str(group["id"]),
-            group["owner"],
-            _window(group["window"]),
-            size_text(group["page_bytes"]),
-            f"{group['pages_per_request']:,}",
-            f"{group['bytes']:,}",
-        )
-    return Group(Text(title, style="bold"), costs, *map(Text, fits), groups)
-
-
 def check(result: Result) -> RenderableType:
     """Show every check, then in words what is wrong."""
-    table = _table("", "verdict", "check", "about", "context", "generation")
+    shown = table("", "verdict", "check", "about", "context", "generation")
     notes: list[Text] = []
     for row in result["checks"]:
         style = _VERDICT_STYLES[row["verdict"]]
-        table.add_row(
+        shown.add_row(
             Text(row["verdict"], style=style), row["name"], row["scope"], Text(row["context"]), Text(row["generation"])
         )
         if row["reason"]:
@@ -102,16 +71,16 @@ def check(result: Result) -> RenderableType:
     fine = result["compatible"]
     outcome = "compatible" if fine else "refused"
     last = f"{outcome}; draft KV {_draft_kv(result)}"
-    return Group(table, *notes, Text(last, style="bold green" if fine else "bold red"))
+    return Group(shown, *notes, Text(last, style="bold green" if fine else "bold red"))
 
 
 def plan(result: Result) -> RenderableType:
     """Show every pair of ranks; slices that differ in their layer only share a line."""
-    table = _table("", "from", "to", "owner", "layers", "roles", "heads", "bytes per page", "lanes")
+    shown = table("", "from", "to", "owner", "layers", "roles", "heads", "bytes per page", "lanes")
     for pair in result["pairs"]:
         ranks = (str(pair["context_rank"]), str(pair["generation_rank"]), str(pair["lanes"]))
         for (owner, heads), pieces in _grouped(pair["slices"], "owner", "heads"):
-            table.add_row(
+            shown.add_row(
                 *ranks[:2],
                 owner,
                 ranges({piece["layer"] for piece in pieces}),
@@ -121,36 +90,36 @@ def plan(result: Result) -> RenderableType:
                 ranks[2],
             )
             ranks = ("", "", "")
-        table.add_section()
+        shown.add_section()
     moving = f"{len(result['pairs'])} pair(s) of ranks move bytes; draft KV {_draft_kv(result)}"
     note = Text(f"digest {result['digest']}; --json has every slice with its offsets", style="dim")
-    return Group(table, Text(moving, style="bold"), note)
+    return Group(shown, Text(moving, style="bold"), note)
 
 
 def pages(result: Result) -> RenderableType:
     """Show the ordinals of each group."""
     title = f"prompt of {result['prompt_tokens']:,} tokens, {result['cached_tokens']:,} of them already there"
-    table = _table("", "group", "owner", "window", "sinks", "pages", "ordinals that travel")
+    shown = table("", "group", "owner", "window", "sinks", "pages", "ordinals that travel")
     for group in result["groups"]:
         ordinals = group["ordinals"]
         text = ranges(ordinals) or "none"
-        table.add_row(
+        shown.add_row(
             str(group["id"]),
             group["owner"],
-            _window(group["window"]),
+            window_text(group["window"]),
             str(group["sink_blocks"]),
             str(len(ordinals) if group["travels"] else 0),
             text if group["travels"] else f"draft KV stays home (else {text})",
         )
-    return Group(Text(title, style="bold"), table)
+    return Group(Text(title, style="bold"), shown)
 
 
 def presets(result: Result) -> RenderableType:
     """Show the shipped pair files: a line on each, then what `--case` may name."""
-    table = _table("", "preset", "what it is for", "layers and ranks")
+    shown = table("", "preset", "what it is for", "layers and ranks")
     cases: list[Text] = []
     for preset in result["presets"]:
-        table.add_row(
+        shown.add_row(
             preset["name"],
             preset["description"],
             f"{preset['target_layers']} + {preset['draft_layers']} draft\n"
@@ -158,7 +127,7 @@ def presets(result: Result) -> RenderableType:
         )
         if preset["cases"]:
             cases.append(Text(f"cases of {preset['name']}: {', '.join(preset['cases'])}"))
-    return Group(table, *cases)
+    return Group(shown, *cases)
 
 
 def ranges(numbers: Iterable[int]) -> str:
@@ -183,16 +152,17 @@ def size_text(size_bytes: int) -> str:
     return f"{size_bytes} B"
 
 
-def _table(title: str, *columns: str, header: bool = True) -> Table:
-    table = Table(title=title or None, title_justify="left", show_header=header, box=SIMPLE_HEAD, pad_edge=False)
+def table(title: str, *columns: str, header: bool = True) -> Table:
+    """Return an empty table in our style."""
+    made = Table(title=title or None, title_justify="left", show_header=header, box=SIMPLE_HEAD, pad_edge=False)
     for column in columns:
-        table.add_column(
+        made.add_column(
             column,
             justify="right" if column in _NUMBERS else "left",
             overflow="fold",
             no_wrap=column in _WHOLE,
         )
-    return table
+    return made
 
 
 def _runs(items: Sequence[Result], *keys: str) -> Iterable[tuple[tuple[Any, ...], list[Result]]]:
@@ -219,12 +189,9 @@ def _draft_kv(result: Result) -> str:
     return f"{_DRAFT_KV[result['draft_kv']]} ({result['draft_kv']})"
 
 
-def _window(window: int | None) -> str:
+def window_text(window: int | None) -> str:
+    """Return a window as text."""
     return "full" if window is None else f"{window:,}"
-
-
-def _tokens(count: int | None) -> str:
-    return "any number" if count is None else f"{count:,}"
 
 
 def _parallel(shape: Mapping[str, Any]) -> str:

@@ -108,6 +108,11 @@ class RequestRecord:
         move_s = max(by_context.values(), default=0.0)
         return {"queue_s": queue_s, "plan_s": plan_s, "move_s": move_s, "settle_s": settle_s}
 
+    def exposed_s(self) -> float:
+        """Return seconds from the moment all KV was there to the last copy, of the slowest pair of ranks."""
+        times = [leg.times for report in self.decodes.values() for leg in report.legs if leg.times is not None]
+        return max((time.exposed_s for time in times), default=0.0)
+
     def ttft_s(self) -> float | None:
         """Return seconds from submission to usable pages and a first token on the generation side."""
         usable = [report.usable_s for report in self.decodes.values() if report.tokens]

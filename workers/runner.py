@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -10,10 +10,12 @@ from transfer.hello import RankCard
 from transfer.messages import AuxData
 from transfer.pages import SlotArray
 from unikv.cache_manager import UnifiedKVCacheManager
-from unikv.ids import GroupId, RequestId
+from unikv.ids import GroupId, LayerId, RequestId
 from unikv.request import KVCacheRequest
 
 Tables = Mapping[GroupId, SlotArray]
+OnLayer = Callable[[LayerId, int], None]
+"""Told that the KV of the first so many tokens is in the pages of a layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,8 +90,19 @@ class Runner(Protocol):
         """Use the pages of `manager`, which `card` describes, from now on."""
         ...
 
-    def prefill(self, request: KVCacheRequest, prompt: tuple[int, ...], prompt_tokens: int) -> AuxData:
-        """Compute the KV of a prompt into the request's pages; history is its length afterwards."""
+    def prefill(
+        self,
+        request: KVCacheRequest,
+        prompt: tuple[int, ...],
+        prompt_tokens: int,
+        publish_at: int | None = None,
+        on_layer: OnLayer | None = None,
+    ) -> AuxData:
+        """Compute the KV of a prompt into the request's pages; history is its length afterwards.
+
+        A runner that takes part in prefix reuse ends a chunk at `publish_at` and commits what it has. It calls
+        `on_layer` as layers are written.
+        """
         ...
 
     def discard(self, tables: Tables) -> None:

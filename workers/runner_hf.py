@@ -7,8 +7,9 @@ tokens and their acceptance are equal wherever the KV is.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from workers.drafter import DraftOption
 from workers.hf_cache import PagedKVCache
 from workers.hf_models import generate_greedily, greedy_pass, load_drafter, load_target
 from workers.hf_specs import AttentionPlan, LayerPlan, check_layers, layer_specs_for
+from workers.runner import OnLayer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +125,13 @@ class HFRunner:
         return tuple(eos) if isinstance(eos, list | tuple) else () if eos is None else (eos,)
 
     def prefill(
-        self, request: KVCacheRequest, token_ids: Sequence[int], *, chunk_tokens: int | None = None
+        self,
+        request: KVCacheRequest,
+        token_ids: Sequence[int],
+        *,
+        chunk_tokens: int | None = None,
+        publish_at: int | None = None,
+        on_layer: OnLayer | None = None,
     ) -> PrefillResult:
         """Run target and drafter over a prompt; afterwards history is its length and all of its KV is in the pages.
 
@@ -131,6 +139,8 @@ class HFRunner:
             request: an active request of the bound manager, which has computed nothing yet.
             token_ids: the prompt, at least one token.
             chunk_tokens: tokens per pass; None runs the prompt in one.
+            publish_at: end a pass at this position too.
+            on_layer: told of every layer that a pass has written.
 
         A request that took over a prefix from the cache begins behind it. What is computed is committed, if the
         request takes part in prefix reuse.
@@ -143,10 +153,10 @@ class HFRunner:
         prompt_tokens = len(token_ids)
         chunk = prompt_tokens if chunk_tokens is None else chunk_tokens
         _check_prefill(request, prompt_tokens, chunk)
-        target, draft = self._open_caches(request, draft_valid_from=0)
+        target, draft = self._open_caches(request, draft_valid_from=0, on_layer=on_layer)
         choice = 0
-        for position in range(request.history_tokens, prompt_tokens, chunk):
-            tokens = token_ids[position : position + chunk]
+        for position, end in _passes(request.history_tokens, prompt_tokens, chunk, publish_at):
+            tokens = token_ids[position:end]
             needed = self.manager.context_capacity(position, len(tokens))
             request.resize(capacity_tokens=max(needed, request.capacity_tokens), history_tokens=position)
             choice = greedy_pass(self.target, target, tokens, position, keep=1)[0]
@@ -181,12 +191,14 @@ class HFRunner:
         )
 
     def _open_caches(
-        self, request: KVCacheRequest, *, draft_valid_from: int
+        self, request: KVCacheRequest, *, draft_valid_from: int, on_layer: OnLayer | None = None
     ) -> tuple[PagedKVCache, PagedKVCache | None]:
-        target = PagedKVCache(self.manager, request, self._plan.target)
-        plan = self._draft_plan
-        draft = None if plan is None else PagedKVCache(self.manager, request, plan, valid_from=draft_valid_from)
-        return target, draft
+        target, plan = PagedKVCache(self.manager, request, self._plan.target, on_layer=on_layer), self._draft_plan
+        if plan is None:
+            return target, None
+        return target, PagedKVCache(
+            self.manager, request, plan, valid_from=draft_valid_from, skips_unwritten=True, on_layer=on_layer
+        )
 
 
 class HFSequence:
@@ -215,6 +227,14 @@ class HFSequence:
             proposals += greedy_pass(self._runner.drafter, self._draft, tokens, position, keep=1)
             position, tokens = position + len(tokens), proposals[-1:]
         return proposals
+
+
+def _passes(begin: int, end: int, chunk_tokens: int, publish_at: int | None) -> Iterator[tuple[int, int]]:
+    """Yield the half-open ranges of positions of every pass."""
+    ends = {*range(begin + chunk_tokens, end, chunk_tokens), end}
+    if publish_at is not None and begin < publish_at < end:
+        ends.add(publish_at)
+    yield from pairwise([begin, *sorted(ends)])
 
 
 def _check_prefill(request: KVCacheRequest, prompt_tokens: int, chunk_tokens: int) -> None:

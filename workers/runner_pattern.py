@@ -6,6 +6,7 @@ A wrong row is named by what it holds instead: another row, poison (nothing was 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import groupby
 from typing import Final
 
 import numpy as np
@@ -21,7 +22,7 @@ from unikv.request import KVCacheRequest
 from workers.evidence import name_missing
 from workers.page_bytes import BufferBytes, LiveUnits, buffer_bytes, live_units, missing_tokens
 from workers.pattern import BITS, Place, expected_rows, read_row, request_number, role_number
-from workers.runner import Decoded, Evidence, PromptPages, Tables
+from workers.runner import Decoded, Evidence, OnLayer, PromptPages, Tables
 
 POISON: Final = 0xEE
 """Byte that pages are filled with before a transfer may write them."""
@@ -53,7 +54,14 @@ class PatternRunner:
         for buffer in self._buffers:
             buffer.pages[NULL_SLOT + 1 :] = POISON
 
-    def prefill(self, request: KVCacheRequest, prompt: tuple[int, ...], prompt_tokens: int) -> AuxData:
+    def prefill(
+        self,
+        request: KVCacheRequest,
+        prompt: tuple[int, ...],
+        prompt_tokens: int,
+        publish_at: int | None = None,
+        on_layer: OnLayer | None = None,
+    ) -> AuxData:
         """Write the pattern of `prompt_tokens` tokens into the request's pages."""
         assert self._manager is not None and self._card is not None
         request.resize(self._manager.context_capacity(0, prompt_tokens), prompt_tokens)
@@ -63,10 +71,14 @@ class PatternRunner:
             prompt_tokens=prompt_tokens,
             unit_tokens=self._card.tokens_per_block,
         )
-        for buffer, live in self._live(pages, with_draft=True):
-            rows = expected_rows(buffer, live, pages.request_id)
-            for index, (slot, tokens) in enumerate(zip(live.slots, live.tokens, strict=True)):
-                buffer.pages[slot, :, :tokens] = rows[index, :, :tokens]
+        buffers = sorted(self._live(pages, with_draft=True), key=lambda pair: pair[0].layer_id)
+        for layer_id, roles in groupby(buffers, key=lambda pair: pair[0].layer_id):
+            for buffer, live in roles:
+                rows = expected_rows(buffer, live, pages.request_id)
+                for index, (slot, tokens) in enumerate(zip(live.slots, live.tokens, strict=True)):
+                    buffer.pages[slot, :, :tokens] = rows[index, :, :tokens]
+            if on_layer is not None:
+                on_layer(layer_id, prompt_tokens)
         return AuxData(first_tokens=(prompt_tokens % 1000,), prompt_tokens=prompt_tokens)
 
     def discard(self, tables: Tables) -> None:

@@ -126,11 +126,16 @@ def pool_slots(side: SideConfig, layout: CacheLayout) -> dict[GroupId, int]:
     Raises:
         ConfigError: the pool is too small for one page of every group.
     """
+    slots = pool_group_slots(side, layout)
+    return {group.group_id: slots[group.pool_group] for group in layout.groups}
+
+
+def pool_group_slots(side: SideConfig, layout: CacheLayout) -> tuple[int, ...]:
+    """Return the slots of each pool group; as `pool_slots`."""
     try:
-        slots = pool_budget(side).slots(layout)
+        return pool_budget(side).slots(layout)
     except SpecError as error:
         raise ConfigError(f"{side.source}: {side.side}.pool: {error}") from None
-    return {group.group_id: slots[group.pool_group] for group in layout.groups}
 
 
 def rank_card(  # noqa: PLR0913 - a card states many facts, and each has one source at the caller
@@ -177,6 +182,7 @@ def rank_card(  # noqa: PLR0913 - a card states many facts, and each has one sou
         exports=exports,
         host=host,
         checksum=pair.transfer.checksum,
+        layer_bands=max(1, pair.transfer.layer_bands),
     )
 
 

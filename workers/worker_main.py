@@ -56,5 +56,5 @@ def make_runner(pair: PairConfig, side: Side) -> Runner:
         from workers.model_worker import ModelRunner, load_runner  # noqa: PLC0415 - transformers is an extra
 
         _log.info("loading %s", pair.runner.model)
-        return ModelRunner(load_runner(pair.runner, pair.side(side)))
+        return ModelRunner(load_runner(pair.runner, pair.side(side)), chunk_tokens=pair.runner.chunk_tokens)
     return PatternRunner()

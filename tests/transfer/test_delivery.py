@@ -16,7 +16,7 @@ from transfer.generation_peers import ContextPeer, accept
 from transfer.hello import PathKind, Side
 from transfer.messages import Chunk, HelloAck, PairAccount
 from transfer.pages import pair_pages
-from transfer.paths import CREDITS, Batch, StagedMove
+from transfer.paths import CREDITS, Batch, BatchQueue, StagedMove
 from transfer.plan import compile_program
 from transfer.staging import HostChunkPool
 from transfer.testing_ranks import GatedCopier, SmallRank
@@ -80,6 +80,7 @@ def chunks_of(context: SmallRank, peer: ContextPeer, target: dict) -> Iterator[C
         source=context.regions,
         copier=HostCopier(),
         chunks=HostChunkPool(chunks=1, chunk_bytes=1000),
+        todo=BatchQueue(peer.program, pages, 1000),
         send=send,  # type: ignore[arg-type]
     )
     while move.step().name != "DONE":

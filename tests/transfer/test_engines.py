@@ -42,9 +42,10 @@ from transfer.messages import (
 )
 from transfer.options import TransferOptions
 from transfer.outcome import TransferHandle
+from transfer.readiness import ReadinessManager
 from transfer.testing_ranks import GatedCopier, SmallRank
 from unikv.errors import CopyError, InternalError, LinkBrokenError, LocalProtocolError
-from unikv.ids import GroupId, RequestId
+from unikv.ids import NO_PAGE, GroupId, LayerId, RequestId
 
 TOKENS = 40  # 10 target pages and 6 live draft pages: 16 chunks of one page
 TIMEOUT_S = 30.0
@@ -224,6 +225,122 @@ def cut(node: Node, address: str) -> None:
     """Break the connection from `node` to `address`; whoever is there lives on."""
     node.link._forget(address)
     node.link._inbox.append(PeerGone(address, "the cable was cut"))
+
+
+# --- early: pages leave while KV is computed --------------------------------------------------------------------------
+
+
+def publish_early(context: Node, request_id: int, tokens: int = TOKENS) -> tuple[TransferHandle, ReadinessManager]:
+    handle, readiness = TransferHandle(RequestId(request_id)), ReadinessManager(tokens, complete=False)
+    context.engine.publish(handle, context.rank.table(tokens), tokens, None, readiness)
+    return handle, readiness
+
+
+def compute(context: Node, readiness: ReadinessManager, tokens: int) -> None:
+    """Write and mark the first tokens of both layers."""
+    context.rank.fill(context.rank.table(tokens), tokens)
+    for layer in (LayerId(0), LayerId(1)):
+        readiness.mark(layer, tokens)
+
+
+def first_pages(generation: Node, tokens: int) -> int:
+    """Wrong rows in the target's pages of the first tokens."""
+    table = generation.rank.table(tokens, 20)
+    return generation.rank.wrong_rows({**table, GroupId(1): np.full_like(table[GroupId(1)], NO_PAGE)}, tokens)
+
+
+@pytest.mark.parametrize("ask_first", [False, True])
+def test_pages_leave_as_their_tokens_are_ready_and_no_sooner(world: World, ask_first: bool) -> None:
+    context, generation = world.pair()
+    got = receive(generation, 1, context) if ask_first else None
+    sent, readiness = publish_early(context, 1)
+    got = got or receive(generation, 1, context)
+    world.settle()
+    assert not generation.rank.touched()
+    compute(context, readiness, 17)  # four blocks of 4, and one token of the fifth
+    world.settle()
+    pages = generation.rank.arrays[0].reshape(-1, generation.rank.layout.groups[0].page_bytes)
+    assert [bool(pages[slot].any()) for slot in range(20, 26)] == [True] * 4 + [False] * 2
+    compute(context, readiness, TOKENS)
+    world.settle()
+    assert got.outcome is None and sent.outcome is None, "what travels beside the KV is not there"
+    context.engine.finish(RequestId(1), AuxData(first_tokens=(7,), prompt_tokens=TOKENS))
+    world.settle()
+    assert (reason_of(got), reason_of(sent)) == ("", "") and got.quiet and sent.quiet
+    assert got.outcome is not None and got.outcome.aux is not None and got.outcome.aux.first_tokens == (7,)
+    assert generation.rank.wrong_rows(generation.rank.table(TOKENS, 20), TOKENS) == 0
+
+
+def test_a_layer_waits_for_itself_alone(world: World) -> None:
+    context, generation = world.pair()
+    receive(generation, 1, context)
+    _, readiness = publish_early(context, 1)
+    context.rank.fill(context.rank.table(TOKENS), TOKENS)
+    readiness.mark(LayerId(0), TOKENS)
+    world.settle()
+    assert generation.rank.arrays[0].any() and not generation.rank.arrays[1].any()
+    readiness.mark(LayerId(1), TOKENS)
+    context.engine.finish(RequestId(1), None)
+    world.settle()
+    assert generation.rank.wrong_rows(generation.rank.table(TOKENS, 20), TOKENS) == 0
+
+
+def test_who_wants_no_page_still_waits_for_the_end(world: World) -> None:
+    context, generation = world.pair()
+    table = {group: np.full_like(row, NO_PAGE) for group, row in generation.rank.table(TOKENS, 20).items()}
+    got = receive(generation, 1, context, table=table)
+    publish_early(context, 1)
+    world.settle()
+    assert got.outcome is None
+    context.engine.finish(RequestId(1), AuxData(first_tokens=(3,), prompt_tokens=TOKENS))
+    world.settle()
+    assert got.outcome is not None and got.outcome.aux is not None and got.outcome.aux.first_tokens == (3,)
+
+
+@pytest.mark.parametrize("ending", ["fail", "cancel", "lost"])
+def test_a_request_that_ends_while_it_is_computed_is_quiet_and_forgotten(world: World, ending: str) -> None:
+    context, generation = world.pair()
+    got = receive(generation, 1, context)
+    sent, readiness = publish_early(context, 1)
+    compute(context, readiness, 17)
+    world.settle()
+    if ending == "fail":
+        context.engine.fail(RequestId(1), "the model is broken")
+    elif ending == "cancel":
+        generation.engine.cancel(RequestId(1), "nobody wants it")
+    else:
+        world.remove(generation)
+    world.settle()
+    assert sent.quiet and reason_of(sent)
+    if ending != "lost":
+        assert got.quiet and reason_of(got)
+    context.engine.finish(RequestId(1), None)  # the model's thread did not know
+    world.settle()
+    assert context.engine.drained()
+    if ending != "lost":
+        assert_served(world, context, generation)
+
+
+def test_what_cannot_travel_fails_an_early_request(world: World) -> None:
+    context, generation = world.pair()
+    got = receive(generation, 1, context)
+    sent, readiness = publish_early(context, 1)
+    compute(context, readiness, TOKENS)
+    with pytest.raises(LocalProtocolError):
+        context.engine.finish(RequestId(1), AuxData(first_tokens=(2**70,), prompt_tokens=TOKENS))
+    world.settle()
+    assert reason_of(got) and sent.quiet and got.quiet
+
+
+def test_a_time_out_ends_a_prompt_that_is_never_computed(world: World) -> None:
+    context, generation = world.pair()
+    got = receive(generation, 1, context)
+    sent, _ = publish_early(context, 1)
+    world.settle(3)
+    context.clock.now_s += TIMEOUT_S + 1
+    generation.clock.now_s += TIMEOUT_S + 1
+    world.settle()
+    assert reason_of(sent) and sent.quiet and reason_of(got)
 
 
 # --- the plain case ---------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from transfer.copy_host import HostCopier
 from transfer.hello import PathKind, Side
 from transfer.link import Frame, SendTicket
 from transfer.pages import PagePairs, pair_pages
-from transfer.paths import CREDITS, Batch, CopyInFlight, DirectMove, MoveState, StagedMove, batches, choose_path
+from transfer.paths import CREDITS, Batch, BatchQueue, CopyInFlight, DirectMove, MoveState, StagedMove, choose_path
 from transfer.plan import CopyProgram, compile_program
 from transfer.staging import HostChunkPool
 from transfer.testing_ranks import GatedCopier, SmallRank
@@ -93,7 +93,7 @@ def direct(ranks: tuple[SmallRank, SmallRank], plan: tuple, copier: HostCopier, 
         source=context.regions,
         destination=generation.regions,
         copier=copier,
-        chunk_bytes=chunk_bytes,
+        todo=BatchQueue(program, pages, chunk_bytes),
     )
 
 
@@ -102,8 +102,22 @@ def staged(
 ) -> StagedMove:
     program, pages = plan
     return StagedMove(
-        program, pages, source=ranks[0].regions, copier=copier or HostCopier(), chunks=pool, send=wire.send
+        program,
+        pages,
+        source=ranks[0].regions,
+        copier=copier or HostCopier(),
+        chunks=pool,
+        todo=BatchQueue(program, pages, pool.chunk_bytes),
+        send=wire.send,
     )
+
+
+def batches(program: CopyProgram, pages: Sequence[PagePairs], chunk_bytes: int) -> list[Batch]:
+    queue, found = BatchQueue(program, pages, chunk_bytes), list[Batch]()
+    while (batch := queue.take()) is not None:
+        found.append(batch)
+    assert queue.over
+    return found
 
 
 def run(move: DirectMove | StagedMove, limit: int = 100) -> list[MoveState]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from dataclasses import dataclass, field, replace
 
@@ -117,6 +118,26 @@ def routes(model, ctx_tp, gen_tp, layer=0, role="key", **kw):
             if move:
                 table[c, g] = move[0]
     return table
+
+
+# --- bands of layers -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bands", [1, 2, 3, 5, 9])
+def test_bands_cut_the_same_moves_by_layers(bands):
+    model = (Layers(count=5), draft(count=2, window=64))
+    context, generation = ctx(model, tp=2, tp_rank=1), gen(model, tp=4, tp_rank=3)
+    whole = compile_program(context, generation, with_draft=True)
+    banded = compile_program(replace(context, layer_bands=bands), generation, with_draft=True)
+    layers = [[piece.layer_id for piece in banded.slices if piece.pair == n] for n in range(len(banded.pairs))]
+    assert len(banded.pairs) == min(bands, 5) + min(bands, 2)
+    assert sorted(layer for members in layers for layer in members) == sorted(p.layer_id for p in whole.slices)
+    assert all(max(a) < min(b) for a, b in itertools.pairwise(sorted(layers)))
+    assert banded.page_bytes == whole.page_bytes
+    strip = {(p.layer_id, p.role, p.heads, p.src_offset, p.dst_offset, p.bytes_per_page) for p in whole.slices}
+    assert {(p.layer_id, p.role, p.heads, p.src_offset, p.dst_offset, p.bytes_per_page) for p in banded.slices} == strip
+    assert sum(lane.page_bytes for lane in banded.lanes) == sum(lane.page_bytes for lane in whole.lanes)
+    assert (banded.digest == whole.digest) == (bands == 1)
 
 
 # --- head slices -----------------------------------------------------------------------------------------------------

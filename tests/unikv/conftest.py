@@ -80,6 +80,7 @@ class Bench:
         kw.setdefault("pool", PoolBudget(pages=pages) if isinstance(pages, int) else pages)
         self.manager = UnifiedKVCacheManager(specs, **kw)
         self.tier = None
+        self.closed = False
         if host is not None:
             manager = self.manager
             self.tier = HostCopies(manager, host)
@@ -141,9 +142,12 @@ class Bench:
         self.cache.unlink(self.page(tokens, ordinal, group_id))
         self.check()
 
-    def content(self, layer_id: int, slot: int) -> np.ndarray[Any, Any]:
-        """Return the numbers at every offset of a page; all lanes, heads and elements must agree."""
-        page = self.views[LayerId(layer_id)][slot]
+    def content(self, layer_id: int, slot: int, start: int = 0, end: int | None = None) -> np.ndarray[Any, Any]:
+        """Return the numbers at some offsets of a page; all lanes, heads and elements must agree there.
+
+        Elsewhere a page may still have what it had as a page of other layers, of another shape.
+        """
+        page = self.views[LayerId(layer_id)][slot][:, :, start:end]
         values = page[0, 0, :, 0]
         assert (page == values[None, None, :, None]).all()
         return values
@@ -174,8 +178,29 @@ class Bench:
     ) -> None:
         for layer_id in self.groups[group_id].layer_ids:
             want = stamps(tokens, layer_id)[ordinal * self.tpb :][start:end]
-            got = self.content(layer_id, slot)[start:end]
+            got = self.content(layer_id, slot, start, end)
             assert np.array_equal(got, want), f"group {group_id}, ordinal {ordinal}, slot {slot}: {got} != {want}"
+
+    def finish(self) -> None:
+        """Close everything: every page must be free or idle, and free when the tree is cleared."""
+        if self.closed:
+            return
+        self.closed = True
+        manager = self.manager
+        for request in list(manager._requests.values()):
+            request.close()
+        self.check()
+        for group in self.groups:
+            assert manager.num_free_pages(group.group_id) == manager.num_slots(group.group_id) - 1
+        manager.clear_reusable_blocks()
+        assert self.nodes() == []
+        for allocator in self.cache.allocators:
+            assert allocator.num_free == allocator.num_slots - 1
+        self.check()
+        self.views.clear()
+        if self.tier is not None:
+            self.tier.close()
+        manager.close()
 
 
 class Chat:
@@ -309,22 +334,4 @@ def make_bench() -> Iterator[Callable[..., Bench]]:
 
     yield build
     for bench in benches:
-        finish(bench)
-
-
-def finish(bench: Bench) -> None:
-    manager = bench.manager
-    for request in list(manager._requests.values()):
-        request.close()
-    bench.check()
-    for group in bench.groups:
-        assert manager.num_free_pages(group.group_id) == manager.num_slots(group.group_id) - 1
-    manager.clear_reusable_blocks()
-    assert bench.nodes() == []
-    for allocator in bench.cache.allocators:
-        assert allocator.num_free == allocator.num_slots - 1
-    bench.check()
-    bench.views.clear()
-    if bench.tier is not None:
-        bench.tier.close()
-    manager.close()
+        bench.finish()

@@ -9,6 +9,8 @@ from random import Random
 import numpy as np
 import pytest
 from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from unikv.errors import CapacityError
 from unikv.ids import NO_PAGE
@@ -285,6 +287,7 @@ class Walk:
         for chat in list(self.chats):
             chat.close()
             self.forget(chat)
+        self.bench.finish()
 
 
 @pytest.mark.parametrize("part", range(4))
@@ -298,3 +301,45 @@ def test_prefixes_in_any_order(part, make_bench, make_layer):
                 error.add_note(f"seed {seed}, step {number}")
                 raise
         walk.end()
+
+
+STEP_NAMES = (
+    "create", "resume", "suspend", "close", "compute", "receive", "commit", "speculate", "unschedule", "lose_a_page",
+    "pin", "unpin", "plan_a_drop", "drop",
+)  # fmt: skip
+LIKELY = ("create", "resume", "compute", "compute", "commit", "speculate")
+
+
+def machine_of(make_bench, make_layer):
+    """Return the same as a machine of rules, which can be shrunk: hypothesis chooses the steps and what is in them."""
+
+    class Machine(RuleBasedStateMachine):
+        @initialize(seed=st.integers(0, 2**16))
+        def build(self, seed):
+            self.walk = Walk(seed, make_bench, make_layer)
+
+        @rule(name=st.sampled_from((*STEP_NAMES, *LIKELY)), random=st.randoms(use_true_random=False))
+        def step(self, name, random):
+            self.walk.rng = random
+            getattr(self.walk, name)()
+            self.walk.bench.check()
+            self.walk.check_pins()
+
+        @invariant()
+        def conserved(self):
+            if hasattr(self, "walk"):
+                self.walk.bench.manager.check_integrity()
+
+        def teardown(self):
+            if hasattr(self, "walk"):
+                self.walk.end()
+
+    return Machine
+
+
+def test_prefixes_as_a_machine_of_rules(make_bench, make_layer):
+    """2,400 steps as a rule; the long profile takes as many more as it has examples more."""
+    examples = settings().max_examples
+    run_state_machine_as_test(
+        machine_of(make_bench, make_layer), settings=settings(max_examples=examples, stateful_step_count=40)
+    )

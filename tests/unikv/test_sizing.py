@@ -10,13 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unikv.errors import SpecError
-from unikv.ids import GroupId, LayerId
+from unikv.ids import LayerId
 from unikv.layer_spec import KVCacheLayerSpec, KVDtype, LayerOwner, ReusePolicy
-from unikv.layout import CacheLayout, build_layout
 from unikv.ranges import ceil_div, stale_blocks
 from unikv.sizing import CacheCost
-from unikv.sizing_quota import draft_share
-from unikv.sizing_split import max_slots_for_bytes
 from unikv.testing import mixed_specs, spec_lists
 
 
@@ -182,76 +179,19 @@ def test_the_fixed_cost_covers_every_state_of_a_request(window: int, sinks: int,
         assert held * tpb == found.fixed_bytes_per_request
 
 
-def test_draft_share_is_the_draft_cost_of_the_tokens_that_fit() -> None:
-    total, draft = mixed_cost(), mixed_cost(mixed_specs()[4:])
-    share = draft_share(total, draft, 6422528)
-    assert share == (2048 * 1024 + 8 * 131072) / 6422528
-    # Bytes per token alone would have said 1024 of 1824, whatever the length.
-    assert draft_share(total, draft, 9699328) < share < 1024 / 1824
+def test_the_line_behind_one_iteration_is_slope_and_intercept() -> None:
+    found = mixed_cost()
+    assert found.quota_bytes(5000) == 5000 * found.slope_bytes_per_token + found.intercept_bytes
 
 
-@pytest.mark.parametrize(("quota_bytes", "needed"), [(1000, 8 * 131072), (8 * 131072, 8 * 131072)])
-def test_a_draft_that_leaves_nothing_is_refused(quota_bytes: int, needed: int) -> None:
-    with pytest.raises(
-        SpecError, match=rf"draft layers: quota_bytes is {needed}, expected in \(0, quota_bytes={quota_bytes}\)"
-    ):
-        draft_share(mixed_cost(), mixed_cost(mixed_specs()[4:]), quota_bytes)
+def test_a_drafter_of_its_own_pays_for_its_scratch_per_request() -> None:
+    specs = (layer(10, 128), layer(20, owner=LayerOwner.DRAFT))
+    plain, scratch = cost(*specs), cost(*specs, draft_scratch_tokens=7)
+    assert scratch.fixed_bytes_per_request - plain.fixed_bytes_per_request == 7 * 20
 
 
-def mixed_layout() -> CacheLayout:
-    return build_layout(mixed_specs(), tokens_per_block=32, max_seq_len=8192)
-
-
-def test_layer_groups_get_equally_many_pages() -> None:
-    assert [max_slots_for_bytes(mixed_layout(), group, 10 * (25600 + 32768)) for group in range(2)] == [10, 10]
-    assert [max_slots_for_bytes(mixed_layout(), group, 10 * (25600 + 32768) - 1) for group in range(2)] == [9, 9]
-
-
-def test_weights_split_the_bytes() -> None:
-    weights = {GroupId(0): 10, GroupId(1): 1}
-    quota_bytes = 3 * (10 * 25600 + 32768)
-    assert [max_slots_for_bytes(mixed_layout(), group, quota_bytes, weights=weights) for group in range(2)] == [30, 3]
-
-
-def test_groups_of_one_allocator_add_up() -> None:
-    """Half the layers windowed with sinks, half full, all pages alike: 32 MiB are 28 slots."""
-    specs = [
-        KVCacheLayerSpec(
-            layer_id=LayerId(number),
-            owner=LayerOwner.TARGET,
-            num_kv_heads=4,
-            head_dim=128,
-            dtype=KVDtype.BFLOAT16,
-            window=128 if number % 2 == 0 else None,
-            sink_tokens=1 if number % 2 == 0 else 0,
-        )
-        for number in range(36)
-    ]
-    layout = build_layout(specs, tokens_per_block=32, max_seq_len=None)
-    assert [group.page_bytes for group in layout.groups] == [1179648, 1179648]
-    assert layout.num_pool_groups == 1
-    assert max_slots_for_bytes(layout, 0, 32 * 2**20) == 28
-
-
-def test_too_few_bytes_for_a_page_beside_the_null_slot() -> None:
-    needed = 2 * (25600 + 32768)
-    assert max_slots_for_bytes(mixed_layout(), 0, needed) == 2
-    with pytest.raises(SpecError, match=rf"cache: quota_bytes is {needed - 1}, expected >= {needed} for pool group 0"):
-        max_slots_for_bytes(mixed_layout(), 0, needed - 1)
-
-
-def test_unknown_pool_groups_and_missing_weights() -> None:
-    with pytest.raises(SpecError, match=r"layout: pool_group is 2, expected in \[0, 2\)"):
-        max_slots_for_bytes(mixed_layout(), 2, 10**9)
-    with pytest.raises(SpecError, match="group 1: weight is 0, expected an integer >= 1; weigh every group"):
-        max_slots_for_bytes(mixed_layout(), 0, 10**9, weights={GroupId(0): 1})
-
-
-@given(spec_lists(), st.integers(0, 10**7))
-def test_all_pools_together_stay_within_the_quota(specs: tuple[KVCacheLayerSpec, ...], spare_bytes: int) -> None:
-    layout = build_layout(specs, tokens_per_block=4, max_seq_len=None)
-    page_bytes = {group.pool_group: group.page_bytes for group in layout.groups}
-    quota_bytes = 2 * sum(group.page_bytes for group in layout.groups) + spare_bytes
-    slots = {group: max_slots_for_bytes(layout, group, quota_bytes) for group in page_bytes}
-    used_bytes = sum(slots[group] * page_bytes[group] for group in page_bytes)
-    assert quota_bytes - sum(page_bytes.values()) < used_bytes <= quota_bytes
+def test_tokens_below_none_and_pages_of_none_are_refused() -> None:
+    with pytest.raises(SpecError, match="cache cost: tokens is -1, expected >= 0"):
+        mixed_cost().quota_bytes(-1)
+    with pytest.raises(SpecError, match="cache cost: tokens_per_block is 0, expected >= 1"):
+        cost(layer(10), tokens_per_block=0)

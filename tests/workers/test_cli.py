@@ -226,8 +226,26 @@ def test_help_lists_every_command(unikv: Run) -> None:
     assert set(listed) >= {*DRY, "worker", "launch", "bench"}
 
 
-def test_size_says_that_tokens_are_those_of_all_requests(unikv: Run) -> None:
-    assert "Token positions of ALL requests together" in " ".join(unikv("size", "--help")[1].split())
+def test_size_says_whose_tokens_it_means(unikv: Run) -> None:
+    text = " ".join(unikv("size", "--help")[1].split())
+    assert "Token positions of ALL requests of a PAIR together; with --model the length of EACH" in text
+
+
+def test_size_takes_a_pair_or_a_model(unikv: Run, tmp_path: Path) -> None:
+    for words, got in ((["size"], "neither"), (["size", GOOD, "--model", "."], "both")):
+        code, _, err = unikv(*words)
+        assert (code, f"PAIR and --model is '{got}', expected one of them" in err) == (64, True), err
+    (tmp_path / "config.json").write_text(
+        '{"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64, "max_position_embeddings": 512}'
+    )
+    code, out, err = unikv("size", "--model", str(tmp_path), "--tokens", "100", "--memory", "1MiB", "--json")
+    assert (code, err) == (0, "")
+    assert parsed(out)["without_draft"]["requests"] == (2**20 - 8192 * 2) // (4 * 8192 * 2)
+    code, out, err = unikv("size", "--model", str(tmp_path), "--tokens", "100", "--memory", "1MiB")
+    assert (code, err) == (0, "") and "target alone" in out
+    for option in ("--tp", "--draft-tokens", "--tokens-per-block"):
+        code, _, err = unikv("size", "--model", str(tmp_path), "--tokens", "100", option, "0")
+        assert (code, f"{option} is 0, expected an integer >= 1" in err) == (64, True), err
 
 
 def test_the_version_is_that_of_the_installed_package(unikv: Run) -> None:

@@ -9,11 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transfer.hello import Side
-from unikv.errors import ConfigError
+from transfer.hello import ParallelPosition, Side
+from unikv.errors import CapacityError, ConfigError
+from unikv.page_cache import PageCacheManager
+from unikv.slots import GroupChange
 from workers.config import PairConfig
 from workers.config_load import load_pair
 from workers.dry import MAX_COUNT, layout_report, size_report
+from workers.topology import rank_layout
 
 PAIRS = Path(__file__).parent / "pairs"
 
@@ -126,26 +129,57 @@ def test_cost_is_affine_and_the_way_back_exact(tokens: int, requests: int) -> No
     assert found["tokens_for_quota"] == tokens
 
 
-@given(blocks=st.integers(4, 256), requests=st.integers(1, 40))
-def test_groups_add_up_to_the_quota_for_whole_pages_beyond_the_window(blocks: int, requests: int) -> None:
+@given(blocks=st.integers(4, 255), requests=st.integers(1, 40))
+def test_groups_add_up_to_the_load_in_whole_pages(blocks: int, requests: int) -> None:
     found = size("mixed", tokens=requests * blocks * 32, requests=requests)
-    assert requests * sum(group["bytes"] for group in found["groups"]) == found["quota_bytes"]
-    # 64 tokens of window and 15 ahead of the history touch at most 4 blocks of 32.
-    assert [group["pages_per_request"] for group in found["groups"]] == [blocks, 4]
+    assert requests * sum(group["bytes"] for group in found["groups"]) == found["resident_bytes"]
+    # The last step begins with one token less, and is 15 ahead. 64 tokens of window and these touch at most 4 blocks.
+    assert [group["pages_per_request"] for group in found["groups"]] == [blocks + 1, 4]
+    assert found["resident_bytes"] >= found["quota_bytes"]
 
 
 def test_a_short_request_holds_no_whole_window_and_a_long_one_no_more_than_fits() -> None:
-    short = size("mixed", tokens=100, requests=4)
+    short = size("mixed", tokens=60, requests=4)
     assert [(g["pages_per_request"], g["bytes"]) for g in short["groups"]] == [(1, 25600), (1, 32768)]
     long = size("mixed", tokens=10**6, requests=2)
-    assert (long["tokens_per_request"], long["groups"][0]["pages_per_request"]) == (8192, 256)
+    assert (long["tokens_per_request"], long["groups"][0]["pages_per_request"]) == (8192, 257)
 
 
 def test_bytes_turn_into_tokens() -> None:
     found = size("mixed", requests=2, quota_bytes=2 * 131072 + 800 * 77 + 799)
     assert (found["tokens_for_quota"], found["quota_bytes"]) == (77, 2 * 131072)
-    pages = 10 * (25600 + 32768)
-    assert (found["pool_bytes"], found["tokens_for_pool"]) == (pages, (pages - 2 * 131072) // 800)
+    assert found["pool_bytes"] == 10 * (25600 + 32768)
+    # Nine pages per pool group: four for each of two requests, of which 15 - 1 positions are ahead.
+    assert found["tokens_for_pool"] == 2 * (4 * 32 - 14)
+
+
+@given(tokens=st.integers(1, 1500), requests=st.integers(1, 12), pages=st.integers(4, 120))
+def test_what_is_said_to_fit_fits_into_a_real_cache_and_no_request_more(tokens: int, requests: int, pages: int) -> None:
+    small = (f"generation.pool={{pages: {pages}}}", "model.max_seq_len=2048")
+    found = size("mixed", *small, tokens=tokens * requests, requests=requests)
+    each, headroom = found["tokens_per_request"], found["headroom_tokens"]
+    layout = rank_layout(pair("mixed", *small).generation, ParallelPosition())
+    cache = PageCacheManager(layout, [pages] * layout.num_pool_groups)
+    for count in range(found["requests_for_pool"] + 1):
+        held = [
+            GroupChange(
+                group_id=group.group_id,
+                pool_group=group.pool_group,
+                kept_pages=0,
+                dropped=(),
+                needed_pages=found["groups"][group.group_id]["pages_per_request"],
+            )
+            for group in layout.groups
+        ]
+        if count < found["requests_for_pool"]:
+            cache.exchange(held, thing=f"request {count}")
+        else:
+            with pytest.raises(CapacityError):
+                cache.exchange(held, thing=f"request {count}")
+    blocks = -(-(each - 1 + headroom) // 32)
+    assert found["groups"][0]["pages_per_request"] == blocks
+    assert found["groups"][1]["pages_per_request"] == min(blocks, 4)
+    assert (found["tokens_for_pool"] >= requests * each) == (found["requests_for_pool"] >= requests)
 
 
 def test_windowed_layers_alone_have_no_cap() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rich.console import Console, RenderableType
 
 from transfer.hello import Side
-from workers import render
+from workers import render, render_size
 from workers.config import PairConfig
 from workers.config_load import load_pair
 from workers.dry import layout_report, size_report
@@ -51,18 +51,24 @@ def test_layout_of_many_kinds_of_buffers() -> None:
 
 def test_size() -> None:
     found = size_report(pair("mixed"), Side.GENERATION, tokens=8192, requests=8, quota_bytes=9 << 20)
-    text = shown(render.size(found))
+    text = shown(render_size.pair(found))
     assert "generation rank 0: 8,192 tokens in 8 request(s)" in text
     assert "per request, windows and sinks 131,072 128 KiB" in text
-    assert f"tokens that fit into 9 MiB: {((9 << 20) - 8 * 131072) // 800:,}" in text
+    assert f"tokens that fit into 9 MiB, not rounded to pages: {((9 << 20) - 8 * 131072) // 800:,}" in text
     assert "One request of 1,024 tokens" in text
     assert "1 draft 64 32 KiB 4 131,072" in text
+    assert "does not fit: the pools of the pair file hold 0 request(s) of 1,024 tokens" in text
+
+
+def test_size_of_no_load_has_no_request_to_show() -> None:
+    text = shown(render_size.pair(size_report(pair("mixed"), Side.GENERATION)))
+    assert "One request" not in text and "tokens of 1 request(s) that fit into these pools: " in text
 
 
 def test_size_without_a_cap() -> None:
     layers = "model.layers=[{owner: target, kv_heads: 1, head_dim: 16, dtype: float16, window: 64}]"
     found = size_report(pair("mixed", layers, "speculative=null"), Side.GENERATION, quota_bytes=1 << 20)
-    assert "tokens that fit into 1 MiB: any number" in shown(render.size(found))
+    assert "tokens that fit into 1 MiB, not rounded to pages: any number" in shown(render_size.pair(found))
 
 
 def test_check() -> None:

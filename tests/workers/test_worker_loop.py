@@ -33,6 +33,8 @@ from workers.control import (
     RunPrompt,
     Stop,
 )
+from workers.evidence import compare
+from workers.evidence_report import read_evidence
 from workers.generation import GenerationWorker
 from workers.rank_runtime import RankRuntime
 from workers.rendezvous import Rendezvous
@@ -50,10 +52,12 @@ class Moody(PatternRunner):
 
     fails_at = ""
 
-    def prefill(self, request: Any, prompt: tuple[int, ...], prompt_tokens: int) -> AuxData:
+    def prefill(
+        self, request: Any, prompt: tuple[int, ...], prompt_tokens: int, publish_at: Any = None, on_layer: Any = None
+    ) -> AuxData:
         if self.fails_at == "prefill":
             raise ZeroDivisionError("the model is broken")
-        return super().prefill(request, prompt, prompt_tokens)
+        return super().prefill(request, prompt, prompt_tokens, publish_at, on_layer)
 
     def examine(self, pages: Any, *, with_draft: bool) -> Evidence:
         if self.fails_at == "examine":
@@ -63,6 +67,10 @@ class Moody(PatternRunner):
     def decode(self, *arguments: Any) -> Decoded:
         if self.fails_at == "decode":
             raise MemoryError
+        request, prompt_tokens, max_new = arguments[0], arguments[0].history_tokens, arguments[4]
+        for number in range(1, max_new):  # as a decoder whose drafts are all refused
+            request.grow(3)
+            request.rewind(0, prompt_tokens + number)
         return super().decode(*arguments)
 
 
@@ -99,10 +107,10 @@ class Scene:
         for side in sides or Side:
             self.client.send(side, message)
 
-    def ask(self, number: int, prompt_tokens: int = 50, *sides: Side) -> None:
+    def ask(self, number: int, prompt_tokens: int = 50, *sides: Side, max_new_tokens: int = 1) -> None:
         common = {"request_id": RequestId(number), "prompt": (), "prompt_tokens": prompt_tokens, "verify": True}
         if not sides or Side.GENERATION in sides:
-            self.send(RunDecode(max_new_tokens=1, **common), Side.GENERATION)
+            self.send(RunDecode(max_new_tokens=max_new_tokens, **common), Side.GENERATION)
         if not sides or Side.CONTEXT in sides:
             self.send(RunPrompt(**common), Side.CONTEXT)
 
@@ -182,6 +190,22 @@ def test_requests_wait_for_pages_and_all_come_through(
     for number in range(1, 7):
         scene.ask(number, 60)
     assert [scene.reasons(number) for number in range(1, 7)] == [("", "")] * 6
+
+
+def test_no_output_runs_out_of_pages_that_others_wait_with(
+    play: Callable[..., Scene], tiny_pair: Callable[..., PairConfig]
+) -> None:
+    scene = play(tiny_pair(generation__pool={"pages": 9}))  # two prompts fit, and one with its output
+    for number in range(1, 5):
+        scene.ask(number, 50, Side.GENERATION, max_new_tokens=60)
+    scene.until(lambda: scene.workers[Side.GENERATION].in_use() == (1,))
+    for number in range(1, 5):
+        scene.ask(number, 50, Side.CONTEXT)
+    assert [scene.reasons(number) for number in range(1, 5)] == [("", "")] * 4
+    scene.ask(5, 100, max_new_tokens=60)
+    assert "can never fit" in scene.report(Side.GENERATION, 5).reason
+    scene.ask(6, 100, max_new_tokens=20)
+    assert scene.reasons(6) == ("", "")
 
 
 @pytest.mark.parametrize(("crowded", "needed"), [(Side.CONTEXT, 13), (Side.GENERATION, 13)])
@@ -274,6 +298,28 @@ def test_what_a_model_raises_fails_that_request_alone(
     scene.runners[side].fails_at = ""
     scene.ask(2)
     assert scene.reasons(2) == ("", "")
+    scene.until(lambda: scene.free_pages() == before)
+
+
+@pytest.mark.parametrize("path", ["direct", "zmq"])
+def test_prompts_may_leave_while_they_are_computed(
+    play: Callable[..., Scene], tiny_pair: Callable[..., PairConfig], path: str
+) -> None:
+    scene = play(tiny_pair(transfer__layer_bands=2, transfer__path=path))
+    before = scene.free_pages()
+    for number, tokens in enumerate((1, 16, 100), start=1):
+        scene.ask(number, tokens)
+        assert scene.reasons(number) == ("", "")
+        context, generation = (scene.report(side, number).evidence for side in Side)
+        seen = read_evidence(generation)
+        assert compare(read_evidence(context).digests, seen) == (0, "") and seen.checked_bytes > 0
+    scene.until(lambda: scene.free_pages() == before)
+    scene.runners[Side.CONTEXT].fails_at = "prefill"
+    scene.ask(4)
+    assert [("the model is broken" in reason) for reason in scene.reasons(4)] == [True, True]
+    scene.runners[Side.CONTEXT].fails_at = ""
+    scene.ask(5)
+    assert scene.reasons(5) == ("", "")
     scene.until(lambda: scene.free_pages() == before)
 
 
