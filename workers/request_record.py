@@ -9,7 +9,7 @@ from unikv.ids import RequestId
 from workers.control import DecodeReport, PromptReport
 from workers.evidence import compare
 from workers.evidence_report import read_evidence
-from workers.routing import WorkerName
+from workers.routing import Route, WorkerName
 from workers.runner import Digest, DigestKey
 
 
@@ -19,13 +19,18 @@ class Job:
 
     Attributes:
         prompt: token ids; empty for runners that need a length only.
-        after: number of the job, counted from 0 in its workload, that must be over before this one begins.
+        after: number of the job, counted from 0 in its workload, that must be over before this one begins, and whose
+            route it takes.
+        route: where the caller wants it to go; None: where it is its turn.
+        cancel_after_s: cancel it so long after it was submitted, if it is still open then.
     """
 
     prompt: tuple[int, ...]
     prompt_tokens: int
     max_new_tokens: int
     after: int | None = None
+    route: Route | None = None
+    cancel_after_s: float | None = None
 
 
 @dataclass(slots=True)
@@ -33,21 +38,32 @@ class RequestRecord:
     """One request on all ranks, filled in as reports arrive.
 
     Attributes:
-        workers: who takes part, on both sides.
+        route: who takes part, on both sides; None where it was never sent.
         submitted_s, finished_s: on the host's monotonic clock; `finished_s` is 0.0 while reports are missing.
         prompts, decodes: reports by rank.
+        cancelled: the caller has cancelled it while it was open.
         abandoned: why nobody waits for more reports, empty where all came.
     """
 
     request_id: RequestId
     job: Job
     submitted_s: float
-    workers: frozenset[WorkerName] = frozenset()
+    route: Route | None = None
     prompts: dict[int, PromptReport] = field(default_factory=dict)
     decodes: dict[int, DecodeReport] = field(default_factory=dict)
+    cancelled: bool = False
     abandoned: str = ""
     finished_s: float = 0.0
     _failures: list[str] = field(default_factory=list)
+
+    @property
+    def workers(self) -> frozenset[WorkerName]:
+        """Everybody who takes part."""
+        return frozenset() if self.route is None else self.route.workers
+
+    def ranks(self, side: Side) -> tuple[int, ...]:
+        """Return the workers of one side that take part, ascending."""
+        return () if self.route is None else self.route.ranks(side)
 
     @property
     def reason(self) -> str:

@@ -67,13 +67,13 @@ class Workers:
     def gone(self) -> dict[WorkerName, str]:
         return self.lost
 
-    def send(self, side: Side, message: ControlMessage) -> None:
+    def send(self, side: Side, message: ControlMessage, ranks: object = None) -> None:
         self.sent.append((side, message))
         self._answers += self.script(message)
         asked = {m.request_id for _, m in self.sent if isinstance(m, RunPrompt)}
         self.most_open = max(self.most_open, len(asked - self._over))
 
-    def poll(self) -> list[Report]:
+    def poll(self, timeout_s: float = 0.1) -> list[Report]:
         self.now_s += 0.1
         answers, self._answers = self._answers, []
         return answers
@@ -151,7 +151,7 @@ def test_a_request_is_finished_when_every_rank_has_reported() -> None:
     finished: list[int] = []
     ended_with: list[int] = []
 
-    def poll() -> list[Report]:
+    def poll(_timeout_s: float) -> list[Report]:
         ended_with.append(len(finished))
         workers.now_s += 0.1
         return answers.pop(0)
@@ -204,8 +204,7 @@ def test_the_death_of_a_worker_ends_the_run_as_soon_as_the_others_have_reported(
 
 
 def test_survivors_that_do_not_report_are_waited_for_only_so_long() -> None:
-    workers = Workers(lambda _: [])
-    workers.dead.append(KILLED)
+    workers = Workers(lambda message: workers.dead.append(KILLED) or [] if isinstance(message, RunPrompt) else [])
     [record] = workers.run(1, timeout_s=60.0)
     assert record.reason == record.abandoned == "context rank 1 died (signal SIGKILL)"
     assert record.finished_s == 0.0
@@ -216,6 +215,7 @@ def test_a_lost_connection_is_a_death_too() -> None:
     workers = Workers(lambda _: [])
     workers.lost[Side.GENERATION, 0] = "the connection is lost"
     [record] = workers.run(1)
+    assert workers.sent == [], "nobody is there to serve it"
     assert record.reason == "generation rank 0 is gone (the connection is lost)"
 
 
