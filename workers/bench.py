@@ -7,6 +7,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
@@ -47,15 +48,21 @@ def _run_case(
 
         return run_model_case(request, pair, name, floor, progress)
     jobs = pattern_jobs(pair)
-    run = run_pair(request, pair, name, [jobs[-1]] * WARM_UPS + jobs, progress)
+    run = run_pair(request, pair, name, [replace(jobs[-1], cancel_after_s=None)] * WARM_UPS + jobs, progress)
     return case_result(name or pair.name, pair, run, run.records[WARM_UPS:], floor)
 
 
 def succeeded(result: dict[str, Any]) -> bool:
     """Return whether everything was verified and, with a model, every token agreed."""
-    summary, generation = result["summary"], result.get("generation")
-    fine = summary["verified"] == summary["requests"] > 0 and summary["mismatched_bytes"] == 0
-    return fine and (generation is None or bool(generation["ok"]))
+    generation = result.get("generation")
+    return all(map(case_succeeded, result["cases"])) and (generation is None or bool(generation["ok"]))
+
+
+def case_succeeded(case: dict[str, Any]) -> bool:
+    """Return whether every request of a case was verified or cancelled, some were verified, and no worker died."""
+    summary = case["summary"]
+    ended = summary["verified"] > 0 and summary["verified"] + summary["cancelled"] == summary["requests"]
+    return ended and summary["mismatched_bytes"] == 0 and not case["deaths"]
 
 
 def _result(pair: PairConfig, cases: list[dict[str, Any]]) -> dict[str, Any]:

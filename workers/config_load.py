@@ -159,11 +159,14 @@ def _check_runner(pair: PairConfig, side: SideConfig, thing: str) -> None:
             want = "a list of layer entries with runner.kind: pattern"
             raise ConfigError(explain(thing, f"{side.side}.layers", None, want, "list the layers under model"))
         return
-    sizes = [(f"parallel.{name}", getattr(side.parallel, name)) for name in ("tp", "pp", "cp")]
-    for name, size in [*sizes, ("instances", side.instances)]:
-        if size != 1:
-            key, cure = f"{side.side}.{name}", "set it to 1: this runner does not split a model"
+    for name in ("tp", "pp", "cp"):
+        if (size := getattr(side.parallel, name)) != 1:
+            key, cure = f"{side.side}.parallel.{name}", "set it to 1: this runner does not split a model"
             raise ConfigError(explain(thing, key, size, "1 with runner.kind: hf", cure))
+    for name, left_out in (("shared_prefix_tokens", 0), ("cancel", None), ("local_below_tokens", 0)):
+        if (value := getattr(pair.workload, name)) != left_out:
+            want, cure = f"{left_out} with runner.kind: hf", "leave it out, or use runner.kind: pattern"
+            raise ConfigError(explain(thing, f"workload.{name}", value, want, cure))
     if side.speculative is not None and pair.runner.draft is None:
         cure = "name a drafter, or set speculative: null"
         raise ConfigError(explain(thing, "runner.draft", None, f"a drafter for {side.side}.speculative", cure))

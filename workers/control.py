@@ -64,7 +64,7 @@ class RunDecode:
     """To every generation rank of one group: fetch this request and decode up to `max_new_tokens`.
 
     Attributes:
-        context_instance: number of the context instance that computes the prompt.
+        context_instance: number of the context instance that computes the prompt; None: we compute it ourselves.
         context_data_rank: the data-parallel rank of it that does; None where nobody knows.
     """
 
@@ -73,7 +73,7 @@ class RunDecode:
     prompt_tokens: int
     max_new_tokens: int
     verify: bool
-    context_instance: int = 0
+    context_instance: int | None = 0
     context_data_rank: int | None = 0
 
 

@@ -76,6 +76,7 @@ class FleetManager:
         self._nursery_log: IO[bytes] | None = None
         self._stack = ExitStack()
         self._deaths: list[Death] = []
+        self._unclean: list[Death] = []
         self._unread = b""
 
     def start(self, pair: PairConfig, rendezvous_url: str, pair_arguments: Sequence[str], log_dir: Path | None) -> None:
@@ -138,6 +139,10 @@ class FleetManager:
             select.select([self._pipes()[1]], [], [], left_s)
         return tuple(self._deaths)
 
+    def unclean(self) -> tuple[Death, ...]:
+        """Return the workers that `stop` asked to end and that did not end well, such as with pages still in use."""
+        return tuple(self._unclean)
+
     def stop(self) -> None:
         """Ask everybody to end, wait, kill whoever does not. Idempotent."""
         if self._nursery is not None:
@@ -153,6 +158,7 @@ class FleetManager:
                 nursery.wait()
             for worker in self._news():
                 if worker.code:
+                    self._unclean.append(_death(worker, _manner(worker.code), _tail(worker.log)))
                     _log.warning("%s ended with %s", worker.name, _manner(worker.code))
             stdout.close()
             self._nursery = None

@@ -15,7 +15,7 @@ from unikv.layer_spec import LayerOwner
 from unikv.request import KVCacheRequest
 from workers.control import DecodeReport, LegRecord, PathReport, Ready, RunDecode
 from workers.evidence_report import evidence_report
-from workers.prefix_reuse import open_for_decode, taken_over_tokens, without
+from workers.prefix_reuse import open_for_decode, open_for_prefill, taken_over_tokens, without
 from workers.rank_runtime import RankRuntime
 from workers.rendezvous import Rendezvous
 from workers.routing import num_workers
@@ -77,10 +77,8 @@ class GenerationWorker(Worker[RunDecode]):
             LinkBrokenError: a context rank did not announce itself, or does not answer.
         """
         config = self.runtime.pair.side(Side.CONTEXT)
-        addresses, size = (
-            self.rendezvous.find("transfer", Side.CONTEXT, num_workers(config)),
-            config.parallel.world_size,
-        )
+        addresses = self.rendezvous.find("transfer", Side.CONTEXT, num_workers(config))
+        size = config.parallel.world_size
         shares = (addresses[first : first + size] for first in range(0, len(addresses), size))
         self._instances = tuple(self._endpoint.connect(share) for share in shares)
         if not self.draft_travels and self.runtime.manager.draft_layer_ids:
@@ -116,10 +114,16 @@ class GenerationWorker(Worker[RunDecode]):
         return self._step_capacity(work.prompt_tokens + output_tokens)
 
     def take(self, work: RunDecode) -> bool:
-        """Reserve pages for prompt and output, and ask for the request."""
+        """Reserve pages for prompt and output, and ask for the request, or compute it here."""
         manager, request = self.runtime.manager, None
+        # The prefix tree keeps whole sequences: where blocks are dealt to several ranks nothing is taken over.
+        prompt = work.prompt if self.runtime.position.cp == 1 else ()
         try:
-            request = open_for_decode(manager, work.request_id, work.prompt)
+            if work.context_instance is None:
+                request, publish_at = open_for_prefill(manager, work.request_id, prompt)
+                self._receiving[work.request_id] = self._compute(work, request, publish_at)
+                return True
+            request = open_for_decode(manager, work.request_id, prompt)
             cached = taken_over_tokens(manager, request)
             request.resize(self.capacity_tokens(work), work.prompt_tokens)
             tables, asked_s = without(request.page_tables(), cached, manager.layout.tokens_per_block), now_s()
@@ -145,12 +149,23 @@ class GenerationWorker(Worker[RunDecode]):
         self._receiving[work.request_id] = _Receiving(work, request, tables, handle, asked_s, cached)
         return True
 
+    def _compute(self, work: RunDecode, request: KVCacheRequest, publish_at: int | None) -> _Receiving:
+        """Compute a prompt here, as the context side would; nothing travels."""
+        asked_s = now_s()
+        aux = self.runner.prefill(request, work.prompt, work.prompt_tokens, publish_at)
+        request.resize(max(self.capacity_tokens(work), request.capacity_tokens))
+        handle = TransferHandle(work.request_id, self.wake)
+        handle.decide(Outcome(request_id=work.request_id, aux=aux, total_s=now_s() - asked_s))
+        handle.settle_quiet()
+        return _Receiving(work, request, request.page_tables(), handle, asked_s, {})
+
     def _instance_of(self, work: RunDecode) -> ContextInstance:
-        if not 0 <= work.context_instance < len(self.instances):
+        number = work.context_instance
+        if number is None or not 0 <= number < len(self.instances):
             want, thing = f"in [0, {len(self.instances)})", f"request {work.request_id}"
             cure = "route requests to instances of the pair file"
-            raise LocalProtocolError(explain(thing, "context_instance", work.context_instance, want, cure))
-        return self.instances[work.context_instance]
+            raise LocalProtocolError(explain(thing, "context_instance", number, want, cure))
+        return self.instances[number]
 
     def refuse(self, work: RunDecode, reason: str) -> None:
         """Tell the caller; no context rank has heard of the request from us."""
@@ -220,15 +235,20 @@ class GenerationWorker(Worker[RunDecode]):
 
     def _examine(self, receiving: _Receiving) -> Evidence:
         pages = replace(self.prompt_pages(receiving.work, receiving.tables), cached_tokens=receiving.cached_tokens)
-        return self.runner.examine(pages, with_draft=self.draft_travels)
+        return self.runner.examine(pages, with_draft=self._has_draft(receiving.work))
+
+    def _has_draft(self, work: RunDecode) -> bool:
+        """Whether the prompt's draft KV is in our pages."""
+        return work.context_instance is None or self.draft_travels
 
     def _decode(self, receiving: _Receiving, outcome: Outcome) -> Decoded:
         """Decode from the first token the context side sent; a pipeline stage without one has nothing to decode."""
         work, aux = receiving.work, outcome.aux
         if aux is None or not aux.first_tokens:
             return Decoded()
-        draft_valid_from = 0 if self.draft_travels else work.prompt_tokens
-        self._mark_written(receiving)
+        draft_valid_from = 0 if self._has_draft(work) else work.prompt_tokens
+        if work.context_instance is not None:
+            self._mark_written(receiving)
         receiving.request.resize(self._step_capacity(work.prompt_tokens))  # from here on steps take what was reserved
         return self.runner.decode(
             receiving.request, work.prompt, aux.first_tokens[0], draft_valid_from, work.max_new_tokens
@@ -253,7 +273,8 @@ class GenerationWorker(Worker[RunDecode]):
 
     def _free(self, receiving: _Receiving) -> None:
         """Give the pages back; nobody touches them any more."""
-        self.runner.discard(receiving.tables)
+        if not receiving.work.prompt:
+            self.runner.discard(receiving.tables)
         receiving.request.close()
         del self._receiving[receiving.work.request_id]
         self.pages_freed()

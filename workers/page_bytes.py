@@ -91,8 +91,8 @@ def buffer_bytes(card: RankCard, arrays: Sequence[Bytes]) -> Iterator[BufferByte
             )
 
 
-def live_units(card: RankCard, group_id: GroupId, pages: PromptPages) -> LiveUnits:
-    """Return the live pieces of a prompt in one group: windows are masked, sinks are not.
+def live_units(card: RankCard, group_id: GroupId, pages: PromptPages, *, stale: bool = False) -> LiveUnits:
+    """Return the live pieces of a prompt in one group: windows are masked, sinks are not, unless `stale` is wanted too.
 
     Under context parallelism these are the pieces in the rank's own blocks, which alone have a place in its tables.
     """
@@ -101,7 +101,7 @@ def live_units(card: RankCard, group_id: GroupId, pages: PromptPages) -> LiveUni
     units = live_ordinals(
         pages.prompt_tokens,
         tokens_per_block=unit,
-        window=group.window,
+        window=None if stale else group.window,
         sink_blocks=group.sink_blocks * subs,
         cached_tokens=pages.cached_tokens.get(group_id, 0),
     )

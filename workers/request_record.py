@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Final
 
 from transfer.hello import Side
 from unikv.ids import RequestId
@@ -11,6 +12,9 @@ from workers.evidence import compare
 from workers.evidence_report import read_evidence
 from workers.routing import Route, WorkerName
 from workers.runner import Digest, DigestKey
+
+CANCELLED: Final = "the caller has cancelled it"
+"""Reason of a request that its caller gave up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +25,7 @@ class Job:
         prompt: token ids; empty for runners that need a length only.
         after: number of the job, counted from 0 in its workload, that must be over before this one begins, and whose
             route it takes.
+        local: the generation side computes the prompt itself.
         route: where the caller wants it to go; None: where it is its turn.
         cancel_after_s: cancel it so long after it was submitted, if it is still open then.
     """
@@ -29,6 +34,7 @@ class Job:
     prompt_tokens: int
     max_new_tokens: int
     after: int | None = None
+    local: bool = False
     route: Route | None = None
     cancel_after_s: float | None = None
 
@@ -70,6 +76,11 @@ class RequestRecord:
         """Why the request failed, "" where it did not: the first rank's reason that is not just another's cancel."""
         telling = [reason for reason in self._failures if "cancelled by" not in reason]
         return next(iter([*telling, *self._failures]), self.abandoned)
+
+    @property
+    def was_cancelled(self) -> bool:
+        """Whether the caller's cancelling is all that ended it."""
+        return bool(self.cancelled and self._failures) and all(CANCELLED in reason for reason in self._failures)
 
     @property
     def tokens(self) -> tuple[int, ...]:

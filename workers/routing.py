@@ -34,14 +34,21 @@ class Route:
     Attributes:
         workers: everybody who takes part in it, on both sides.
         relies_on: all workers of the two instances.
-        context_instance: number of the context instance.
+        context_instance: number of the context instance; None: the generation side computes the prompt itself.
         context_data_rank: data-parallel rank of it; None: the generation side is to find out by asking.
     """
 
     workers: frozenset[WorkerName]
     relies_on: frozenset[WorkerName]
-    context_instance: int = 0
+    context_instance: int | None = 0
     context_data_rank: int | None = 0
+
+    def without_context(self) -> Route:
+        """Return the same generation group for a prompt that it computes itself."""
+        workers, relies_on = (
+            frozenset(name for name in names if name[0] is Side.GENERATION) for names in (self.workers, self.relies_on)
+        )
+        return Route(workers=workers, relies_on=relies_on, context_instance=None, context_data_rank=None)
 
     def ranks(self, side: Side) -> tuple[int, ...]:
         """Return the workers of one side, ascending."""

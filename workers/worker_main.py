@@ -57,4 +57,4 @@ def make_runner(pair: PairConfig, side: Side) -> Runner:
 
         _log.info("loading %s", pair.runner.model)
         return ModelRunner(load_runner(pair.runner, pair.side(side)), chunk_tokens=pair.runner.chunk_tokens)
-    return PatternRunner()
+    return PatternRunner(pad_rows=pair.runner.pad_rows)

@@ -13,7 +13,7 @@ from unikv.ids import RequestId
 from workers.client import Report
 from workers.control import ControlMessage, GiveUp, RunDecode, RunPrompt
 from workers.fleet import Death
-from workers.request_record import Job, RequestRecord
+from workers.request_record import CANCELLED, Job, RequestRecord
 from workers.routing import Route, RouteManager, WorkerName
 
 __all__ = ["GRACE_S", "Job", "RequestRecord", "WorkloadDriver"]
@@ -22,7 +22,6 @@ GRACE_S: Final = 2.0
 """How long the survivors of a dead worker may take to report what became of the open requests."""
 POLL_S: Final = 0.1
 """Longest wait for reports."""
-CANCELLED: Final = "the caller has cancelled it"
 
 
 class Client(Protocol):
@@ -119,6 +118,7 @@ class WorkloadDriver:
         return before if before is not None and before.relies_on.isdisjoint(dead) else self._routes.take(dead)
 
     def _submit(self, job: Job, route: Route) -> RequestRecord:
+        route = route.without_context() if job.local else route
         record = RequestRecord(RequestId(next(self._ids)), job, self._clock(), route)
         self._open[record.request_id] = record
         # Both sides at once: pages are reserved while the prompt is computed, and move the moment it is.
