@@ -117,17 +117,30 @@ def _cancel_after_s(cancel: CancelConfig | None, number: int) -> float | None:
 def case_result(
     name: str, pair: PairConfig, run: PairRun, records: Sequence[RequestRecord], floor: float
 ) -> dict[str, Any]:
-    """Return one case's share of the result."""
+    """Return one case's share of the result.
+
+    It is ok if every request was verified or cancelled, some were verified, and every worker ended well.
+    """
     requests = [_request_entry(name, record) for record in records]
+    summary = summarise(requests, floor)
+    ended = summary["verified"] > 0 and summary["verified"] + summary["cancelled"] == summary["requests"]
     return {
         "name": name,
+        "ok": ended and summary["mismatched_bytes"] == 0 and not run.deaths,
+        "error": "",
         "config": pair.resolved(),
         "draft_kv": run.draft_kv,
         "path": [_path_entry(path) for path in run.paths],
         "requests": requests,
         "deaths": [_death_entry(death) for death in run.deaths],
-        "summary": summarise(requests, floor),
+        "summary": summary,
     }
+
+
+def failed_case(name: str, pair: PairConfig, error: str, floor: float) -> dict[str, Any]:
+    """Return the result of a case whose workers did not come up."""
+    run = PairRun(records=(), paths=(), draft_kv="", deaths=())
+    return {**case_result(name, pair, run, (), floor), "error": error}
 
 
 def summarise(requests: Sequence[dict[str, Any]], floor: float) -> dict[str, Any]:

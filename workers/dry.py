@@ -71,7 +71,7 @@ def span(heads: Span) -> list[int]:
 
 
 def layout_report(pair: PairConfig, side: Side, rank: int) -> Report:
-    """Return groups, pools and layers of one rank.
+    """Return groups, pools and layers of one rank. Under context parallelism it has blocks ``cp_rank``, ``+ cp``, ...
 
     Raises:
         ConfigError: the side has no such rank, or cannot be laid out.
@@ -83,6 +83,8 @@ def layout_report(pair: PairConfig, side: Side, rank: int) -> Report:
         "rank": rank,
         "tokens_per_block": layout.tokens_per_block,
         "kv_layout": layout.kv_layout.value,
+        "cp": card.position.cp,
+        "cp_rank": card.position.cp_rank,
         "groups": [_group(group) for group in layout.groups],
         "pools": [_pool(pool) for group in layout.groups for pool in group.pools],
         "bytes_per_token": sum(bytes_per_token(spec) for spec in layout.specs),

@@ -415,7 +415,7 @@ def test_draft_layers_come_last(folder: Path) -> None:
         ),
         ("transfer.checksum=page", ["transfer.checksum is 'page'", "does not serve it yet"]),
         ("transfer.curve={public: a, secret: b, authorized: c}", ["transfer.curve is", "does not serve it yet"]),
-        ("generation.parallel.cp=2", ["generation.parallel.cp is 2", "does not serve it yet"]),
+        ("context.parallel.cp=2", ["context.parallel.cp is 2", "only the generation side may split sequences"]),
     ],
 )
 def test_what_is_not_served_is_refused_plainly(folder: Path, override: str, parts: list[str]) -> None:
