@@ -12,6 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
+from unikv.errors import LinkBrokenError
 from workers.bench_case import BenchRequest, Progress, case_result, failed_case, pattern_jobs, run_pair, summarise
 from workers.config import HFRunnerConfig, PairConfig
 from workers.config_load import load_pair, pair_cases
