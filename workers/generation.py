@@ -116,8 +116,7 @@ class GenerationWorker(Worker[RunDecode]):
     def take(self, work: RunDecode) -> bool:
         """Reserve pages for prompt and output, and ask for the request, or compute it here."""
         manager, request = self.runtime.manager, None
-        # The prefix tree keeps whole sequences: where blocks are dealt to several ranks nothing is taken over.
-        prompt = work.prompt if self.runtime.position.cp == 1 else ()
+        prompt = self._shared_prompt(work)
         try:
             if work.context_instance is None:
                 request, publish_at = open_for_prefill(manager, work.request_id, prompt)
@@ -148,6 +147,10 @@ class GenerationWorker(Worker[RunDecode]):
             return True
         self._receiving[work.request_id] = _Receiving(work, request, tables, handle, asked_s, cached)
         return True
+
+    def _shared_prompt(self, work: RunDecode) -> tuple[int, ...]:
+        """Return the tokens whose KV is reused; none under context parallelism: no rank has whole sequences."""
+        return work.prompt if self.runtime.position.cp == 1 else ()
 
     def _compute(self, work: RunDecode, request: KVCacheRequest, publish_at: int | None) -> _Receiving:
         """Compute a prompt here, as the context side would; nothing travels."""
@@ -273,7 +276,7 @@ class GenerationWorker(Worker[RunDecode]):
 
     def _free(self, receiving: _Receiving) -> None:
         """Give the pages back; nobody touches them any more."""
-        if not receiving.work.prompt:
+        if not self._shared_prompt(receiving.work):
             self.runner.discard(receiving.tables)
         receiving.request.close()
         del self._receiving[receiving.work.request_id]

@@ -41,12 +41,12 @@ def verdict(result: dict[str, Any], *, fine: bool) -> Text:
 
 
 def _cases(cases: Sequence[dict[str, Any]]) -> RenderableType:
-    table = Table(title="Transfer, verified byte by byte", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(title="Transfer, verified byte by byte", title_justify="left", box=SIMPLE_HEAD, padding=0, pad_edge=False)
     for name, justify in (
         ("case", "left"), ("draft", "left"), ("ok", "right"), ("MiB", "right"),
         ("GB/s", "right"), ("memcpy", "right"), ("p50 ms", "right"), ("p99 ms", "right"),
     ):  # fmt: skip
-        table.add_column(name, justify=justify, no_wrap=name == "case")  # type: ignore[arg-type]
+        table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
     for case in cases:
         summary = case["summary"]
         wanted = summary["requests"] - summary["cancelled"]
