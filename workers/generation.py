@@ -223,7 +223,7 @@ class GenerationWorker(Worker[RunDecode]):
                 reason="",
                 usable_s=receiving.asked_s + outcome.total_s,
                 settle_s=outcome.settle_s,
-                cached_tokens=min(receiving.cached_tokens.values(), default=0),
+                cached_tokens=self._target_tokens(receiving.cached_tokens),
                 verify_s=verified_s - started_s,
                 decode_s=now_s() - verified_s,
                 tokens=decoded.tokens,
@@ -235,6 +235,11 @@ class GenerationWorker(Worker[RunDecode]):
                 evidence=evidence_report(evidence) if evidence else None,
             )
         )
+
+    def _target_tokens(self, tokens: dict[GroupId, int]) -> int:
+        """Return how many leading tokens every target group had; drafts may lack some of them."""
+        groups = self.runtime.manager.layout.groups
+        return min((tokens.get(group.group_id, 0) for group in groups if group.owner is LayerOwner.TARGET), default=0)
 
     def _examine(self, receiving: _Receiving) -> Evidence:
         pages = replace(self.prompt_pages(receiving.work, receiving.tables), cached_tokens=receiving.cached_tokens)
