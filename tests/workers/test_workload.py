@@ -15,7 +15,7 @@ from transfer.hello import Side
 from transfer.messages import StageTimes
 from unikv.ids import RequestId
 from workers.bench_case import percentile
-from workers.client import Report, WorkerName
+from workers.client import Report
 from workers.control import (
     ControlMessage,
     DecodeReport,
@@ -29,7 +29,7 @@ from workers.control import (
 )
 from workers.fleet import Death
 from workers.request_record import CANCELLED, Job, RequestRecord
-from workers.routing import RankGroup, RouteManager
+from workers.routing import RankGroup, RouteManager, WorkerName
 from workers.workload import GRACE_S, WorkloadDriver
 
 RANKS = {Side.CONTEXT: 2, Side.GENERATION: 1}
