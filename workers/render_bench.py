@@ -41,7 +41,9 @@ def verdict(result: dict[str, Any], *, fine: bool) -> Text:
 
 
 def _cases(cases: Sequence[dict[str, Any]]) -> RenderableType:
-    table = Table(title="Transfer, verified byte by byte", title_justify="left", box=SIMPLE_HEAD, padding=0, pad_edge=False)
+    table = Table(
+        title="Transfer, verified byte by byte", title_justify="left", box=SIMPLE_HEAD, padding=0, pad_edge=False
+    )
     for name, justify in (
         ("case", "left"), ("draft", "left"), ("ok", "right"), ("MiB", "right"),
         ("GB/s", "right"), ("memcpy", "right"), ("p50 ms", "right"), ("p99 ms", "right"),
