@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,19 @@ from typing import Any
 import pytest
 
 from transfer.hello import PathKind, Side
+from unikv.errors import LinkBrokenError
+from unikv.ids import RequestId
 from unikv.layer_spec import LayerOwner
+from workers import bench
 from workers.bench_case import pattern_jobs
 from workers.cli import main
 from workers.config import PairConfig
 from workers.config_load import load_pair, pair_cases
+from workers.control import DecodeReport, EvidenceReport
 from workers.dry_pair import plan_report
-from workers.pair_run import judge
+from workers.fleet import Death
+from workers.pair_run import PairRun, judge
+from workers.request_record import CANCELLED, Job, RequestRecord
 
 PRESET = "topologies"
 CASES = pair_cases(load_pair(PRESET, environ={}))
@@ -110,6 +117,40 @@ def run(case: str, tmp_path: Path) -> list[dict[str, Any]]:
 def test_every_byte_arrives(case: str, tmp_path: Path) -> None:
     requests = run(case, tmp_path)
     assert all(entry["verified"] and entry["bytes"] for entry in requests)
+
+
+def test_a_case_that_does_not_come_up_fails_and_the_others_go_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def run_pair(_request: object, config: PairConfig, name: str, jobs: Sequence[Job], *_: object) -> PairRun:
+        if name == "mtp_one-zmq":
+            raise LinkBrokenError("context rank 0 ended during start")
+        evidence = EvidenceReport(checked_bytes=1, mismatched_bytes=0, first_mismatch="", digests=())
+        records = [RequestRecord(RequestId(number), job, 0.0) for number, job in enumerate(jobs)]
+        for record in records:
+            if record.job.cancel_after_s is None:
+                record.add(DecodeReport(request_id=record.request_id, rank=0, reason="", evidence=evidence))
+            else:
+                record.cancelled = True
+                record.add(DecodeReport(request_id=record.request_id, rank=0, reason=CANCELLED))
+        died = (Death(side=Side.CONTEXT, rank=0, reason="exit code 1", orderly=False, tail=""),)
+        deaths = died if name == "conditional-direct" else ()
+        return PairRun(records=tuple(records), paths=(), draft_kv="shared", deaths=deaths)
+
+    monkeypatch.setattr(bench, "run_pair", run_pair)
+    monkeypatch.setattr(bench, "memcpy_gb_per_s", lambda: 10.0)
+    file = tmp_path / "result.json"
+    assert main(["bench", PRESET, "--json", str(file)]) == 1
+    cases = {case["name"]: case for case in json.loads(file.read_text())["cases"]}
+    assert tuple(cases) == CASES
+    assert {name for name, case in cases.items() if not case["ok"]} == {"mtp_one-zmq", "conditional-direct"}
+    assert cases["cancel_stress_small-zmq"]["summary"]["cancelled"] == 12
+    shown = capsys.readouterr().out
+    assert all(case in shown for case in CASES), "names are never cut"
+    assert "mtp_one-zmq: context rank 0 ended during start" in shown
+    assert "conditional-direct: context rank 0 died: exit code 1" in shown
+    assert f"48 cancelled; {len(CASES) - 2}/{len(CASES)} cases passed" in " ".join(shown.split())
+    assert "the caller has cancelled it" not in shown
 
 
 @pytest.mark.usefixtures("store_library")
