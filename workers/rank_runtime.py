@@ -40,7 +40,7 @@ def check_rank(pair: PairConfig, side: Side, rank: int) -> None:
     config = pair.side(side)
     if not 0 <= rank < num_workers(config):
         want = f"in [0, {num_workers(config)})"
-        raise ConfigError(explain(f"{side} worker", "rank", rank, want, "match instances and parallel in the pair file"))
+        raise ConfigError(explain(f"{side} worker", "rank", rank, want, "match instances and parallel of the side"))
     check_device(config)
 
 
