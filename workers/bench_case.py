@@ -108,9 +108,11 @@ def _prompt(shared_tokens: int, number: int, length: int) -> tuple[int, ...]:
 
 
 def _cancel_after_s(cancel: CancelConfig | None, number: int) -> float | None:
-    """Return when to cancel a request: the first at once, the others spread over the time there is, most of them early."""
-    turn, rest = divmod(number + 1, cancel.every) if cancel is not None else (0, 1)
-    return None if cancel is None or rest else cancel.within_s * float((turn - 1) * _GOLDEN % 1) ** 2
+    """Return when to cancel a request: the first at once, the others spread over the time there is, mostly early."""
+    if cancel is None:
+        return None
+    turn, rest = divmod(number + 1, cancel.every)
+    return None if rest else cancel.within_s * float((turn - 1) * _GOLDEN % 1) ** 2
 
 
 def case_result(
