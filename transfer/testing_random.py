@@ -1,0 +1,310 @@
+"""Random pairs of instances for the simulator, the features they have, and smaller pairs that may fail alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from random import Random
+from typing import Any, Final
+
+from transfer.testing_case import InstanceShape, LayerKind, PairCase, RequestCase
+
+DTYPES: Final = ("float32", "float16", "bfloat16", "bfloat16", "float8_e4m3fn", "nvfp4")
+TWISTED: Final = 0.22
+"""How many pairs get a difference that may keep them apart."""
+MOST_PAIRS: Final = 24
+"""Pairs of ranks in one case, at most."""
+
+
+def random_case(seed: int) -> PairCase:
+    """Return the pair of instances that belongs to `seed`."""
+    draw = Random(seed)
+    kinds = _model(draw)
+    speculation = ("draft_model", draw.randint(1, 4), draw.randint(1, 5)) if any(k.draft for k in kinds) else None
+    path = draw.choice(("auto", "auto", "direct", "zmq"))
+    unit, ratio = draw.choice((1, 2, 4, 8)), draw.choice((1, 1, 1, 2, 4))
+    sizes = [unit, unit * ratio]
+    draw.shuffle(sizes)
+    common: dict[str, Any] = {
+        "kinds": kinds,
+        "speculation": speculation,
+        "path": path,
+        "draft_kv": draw.choice(("auto", "per_view", "per_view", "per_view", "1", "0")),
+        "max_seq_len": draw.choice((None, None, 24, 96)),
+    }
+    context = _shape(draw, common, sizes[0])
+    generation = _shape(draw, common, sizes[1], context)
+    generation = replace(generation, exported=path == "direct" or draw.random() < 0.8)
+    if common["draft_kv"] == "1" and draw.random() < 0.8:
+        generation = _follow(generation, context)
+    if draw.random() < TWISTED:
+        context, generation = draw.choice(TWISTS)(draw, context, generation)
+    longest = (context.max_seq_len or 64) - 8
+    return PairCase(
+        context=context,
+        generation=generation,
+        requests=tuple(_request(draw, longest) for _ in range(draw.choice((1, 1, 2, 3)))),
+        chunk_bytes=draw.choice((64, 512, 4096, 1 << 20)),
+        staging_chunks=draw.choice((1, 2, 8)),
+        seed=seed,
+    )
+
+
+def _model(draw: Random) -> tuple[LayerKind, ...]:
+    mla = draw.random() < 0.25
+    kinds = [_kind(draw, mla=mla) for _ in range(draw.choice((1, 1, 2, 3)))]
+    if draw.random() < 0.1:
+        kinds.append(LayerKind(heads=0, extras={"state": draw.choice((4, 24))}))
+    if draw.random() < 0.6:
+        drafts = [_kind(draw, mla=mla and draw.random() < 0.3) for _ in range(draw.choice((1, 1, 2)))]
+        kinds += [
+            replace(kind, draft=True, policy=draw.choice(("required", "optional", "optional", "private")))
+            for kind in drafts
+        ]
+    return tuple(kinds)
+
+
+def _kind(draw: Random, *, mla: bool) -> LayerKind:
+    dtype = draw.choice(DTYPES)
+    window = draw.choice((None, None, draw.randint(1, 12), draw.randint(8, 40)))
+    return LayerKind(
+        count=draw.choice((1, 1, 2, 3)),
+        heads=1 if mla else draw.choice((1, 2, 2, 3, 4, 4, 6, 8, 12)),
+        head_dim=draw.choice((16, 32)) if dtype == "nvfp4" else draw.choice((2, 6, 16)),
+        dtype=dtype,
+        kv_factor=1 if mla else draw.choice((2, 2, 2, 1)),
+        window=window,
+        sinks=0 if window is None else draw.choice((0, 0, 3, 8, 16)),
+        policy=draw.choice(("required", "required", "required", "optional")),
+        extras=draw.choice(({}, {}, {}, {"index_key": 16}, {"index_key": 5, "state": 32})),
+    )
+
+
+def _shape(
+    draw: Random, common: dict[str, Any], tpb: int, context: InstanceShape | None = None
+) -> InstanceShape:
+    """Return a shape of either side; the generation side may split sequences, where blocks are equal."""
+    room = MOST_PAIRS if context is None else max(1, MOST_PAIRS // context.ranks)
+    heads = [kind.heads for kind in common["kinds"] if kind.heads]
+    legal = [tp for tp in (1, 2, 3, 4, 6, 8, 12) if tp <= min(12, room) and all(_fit(tp, own) for own in heads)]
+    tp = draw.choice(legal)
+    targets = sum(kind.count for kind in common["kinds"] if not kind.draft)
+    pp = draw.randint(1, max(1, min(3, targets, room // tp)))
+    cuts = sorted(draw.sample(range(1, targets), pp - 1))
+    cp = 1
+    if context is not None and context.tpb == tpb and draw.random() < 0.4:
+        cp = draw.choice([cp for cp in (1, 2, 3, 4) if tp * pp * cp <= max(room, tp * pp)])
+    return InstanceShape(
+        **common,
+        tp=tp,
+        stages=tuple(b - a for a, b in zip([0, *cuts], [*cuts, targets], strict=True)),
+        draft_stage=draw.choice((pp - 1, draw.randrange(pp))),
+        cp=cp,
+        attention_dp=draw.random() < 0.25,
+        tpb=tpb,
+        layout=draw.choice(("HND", "NHD")),
+        order=draw.choice((0, draw.randint(1, 99))),
+        pad_bytes=draw.choice((0, 0, 16, 24)),
+        base_bytes=draw.choice((0, 0, 64)),
+        bands=draw.choice((1, 1, 2, 3)) if context is None else 1,
+    )
+
+
+def _fit(tp: int, heads: int) -> bool:
+    return tp % heads == 0 or heads % tp == 0
+
+
+def _follow(generation: InstanceShape, context: InstanceShape) -> InstanceShape:
+    """Return `generation` as draft KV that must travel wants it: split like the context side."""
+    return replace(generation, tp=context.tp, attention_dp=context.attention_dp, tpb=context.tpb)
+
+
+def _request(draw: Random, longest: int) -> RequestCase:
+    prompt = draw.randint(1, min(longest, draw.choice((9, 24, 56))))
+    return RequestCase(
+        prompt=prompt,
+        tail_blocks=draw.choice((0, 0, 1, 2)),
+        cached_tokens=draw.choice((0, 0, draw.randint(0, prompt), prompt)),
+        optional_selected=draw.random() < 0.4,
+        ask_first=draw.random() < 0.5,
+        early=draw.random() < 0.5,
+        source=draw.randrange(12),
+        target=draw.randrange(12),
+        told=draw.random() < 0.6,
+    )
+
+
+# --- differences between the two sides -------------------------------------------------------------------------------
+
+Pair = tuple[InstanceShape, InstanceShape]
+Twist = Callable[[Random, InstanceShape, InstanceShape], Pair]
+
+
+def _kind_twist(**changes: Callable[[Random, LayerKind], Any]) -> Twist:
+    """Return a twist that changes one kind of layer of the generation side."""
+
+    def twist(draw: Random, context: InstanceShape, generation: InstanceShape) -> Pair:
+        number = draw.randrange(len(generation.kinds))
+        kind = generation.kinds[number]
+        if not kind.heads:
+            return context, generation
+        changed = replace(kind, **{name: change(draw, kind) for name, change in changes.items()})
+        kinds = (*generation.kinds[:number], changed, *generation.kinds[number + 1 :])
+        return context, replace(generation, kinds=kinds)
+
+    return twist
+
+
+def _shape_twist(**changes: Callable[[Random, InstanceShape], Any]) -> Twist:
+    """Return a twist that changes what the generation side says of itself."""
+
+    def twist(draw: Random, context: InstanceShape, generation: InstanceShape) -> Pair:
+        return context, replace(generation, **{name: change(draw, context) for name, change in changes.items()})
+
+    return twist
+
+
+def _splitting_context(draw: Random, context: InstanceShape, generation: InstanceShape) -> Pair:
+    return replace(context, cp=2), replace(generation, cp=1)
+
+
+def _more_layers(draw: Random, context: InstanceShape, generation: InstanceShape) -> Pair:
+    """One more layer on the generation side, of the target or of the drafter."""
+    number = draw.randrange(len(generation.kinds))
+    kind = generation.kinds[number]
+    kinds = (*generation.kinds[:number], replace(kind, count=kind.count + 1), *generation.kinds[number + 1 :])
+    grown = generation.stages[-1] + (not kind.draft)
+    return context, replace(generation, kinds=kinds, stages=(*generation.stages[:-1], grown))
+
+
+def _no_drafter(draw: Random, context: InstanceShape, generation: InstanceShape) -> Pair:
+    """Only one side has a drafter."""
+    bare = {"kinds": tuple(kind for kind in context.kinds if not kind.draft), "speculation": None}
+    if draw.random() < 0.5:
+        return replace(context, **bare), generation
+    return context, replace(generation, **bare)
+
+
+def _other_dtype(draw: Random, kind: LayerKind) -> str:
+    return draw.choice([dtype for dtype in DTYPES if dtype != kind.dtype and (dtype != "nvfp4" or kind.head_dim > 6)])
+
+
+def _other_speculation(draw: Random, shape: InstanceShape) -> tuple[str, int, int] | None:
+    method, tokens, width = shape.speculation or ("draft_model", 1, 1)
+    return draw.choice(((method, tokens + 1, width), (method, tokens, width + 1), ("other", tokens, width)))
+
+
+TWISTS: Final[tuple[Twist, ...]] = (
+    _kind_twist(dtype=_other_dtype),
+    _kind_twist(head_dim=lambda draw, kind: kind.head_dim + 16),
+    _kind_twist(kv_factor=lambda draw, kind: 3 - kind.kv_factor),
+    _kind_twist(window=lambda draw, kind: (kind.window or 9) + draw.randint(1, 30)),
+    _kind_twist(policy=lambda draw, kind: draw.choice(("required", "optional", "private"))),
+    _kind_twist(sinks=lambda draw, kind: kind.sinks + draw.randint(1, 9) if kind.window else 0),
+    _kind_twist(extras=lambda draw, kind: {**kind.extras, "index_key": draw.choice((5, 16, 17))}),
+    _shape_twist(tpb=lambda draw, shape: draw.choice((3, 5, 6, 12))),
+    _shape_twist(checksum=lambda draw, shape: "crc32"),
+    _shape_twist(path=lambda draw, shape: draw.choice(("auto", "direct", "zmq"))),
+    _shape_twist(exported=lambda draw, shape: False),
+    _shape_twist(draft_kv=lambda draw, shape: draw.choice(("auto", "per_view", "1", "0"))),
+    _shape_twist(max_seq_len=lambda draw, shape: draw.choice((64, 128))),
+    _shape_twist(speculation=_other_speculation),
+    _splitting_context,
+    _more_layers,
+    _no_drafter,
+    _no_drafter,
+)
+
+
+# --- what a case has in it -------------------------------------------------------------------------------------------
+
+
+def features(case: PairCase) -> frozenset[str]:
+    """Return what is particular about a case, in words to count by."""
+    context, generation = case.context, case.generation
+    kinds = (*context.kinds, *generation.kinds)
+    asked = case.requests
+    facts = {
+        "unequal TP": context.tp != generation.tp,
+        "TP ratio not whole": max(context.tp, generation.tp) % min(context.tp, generation.tp) != 0,
+        "unequal PP": context.stages != generation.stages,
+        "context attention DP": context.attention_dp and context.tp > 1,
+        "generation attention DP": generation.attention_dp and generation.tp > 1,
+        "CP": generation.cp > 1,
+        "unequal page sizes": context.tpb != generation.tpb,
+        "HND to NHD or back": context.layout != generation.layout,
+        "replicated heads": any(0 < kind.heads < shape.tp for shape in (context, generation) for kind in kinds),
+        "nvfp4": any(kind.dtype == "nvfp4" for kind in kinds),
+        "fp8 target, bf16 draft": _has(kinds, dtype="float8_e4m3fn") and _has(kinds, draft=True, dtype="bfloat16"),
+        "key only": any(kind.kv_factor == 1 for kind in kinds),
+        "MLA target, K/V drafter": any(k.heads == k.kv_factor == 1 and not k.draft for k in kinds)
+        and any(kind.draft and kind.kv_factor == 2 for kind in kinds),
+        "extra roles": any(kind.extras for kind in kinds),
+        "layers without heads": any(not kind.heads for kind in kinds),
+        "drafter": any(kind.draft for kind in kinds),
+        "window": any(kind.window for kind in kinds),
+        "sinks": any(kind.sinks for kind in kinds),
+        "cached on the generation side": any(request.cached_tokens >= generation.tpb for request in asked),
+        "optional group in full": _has(kinds, policy="optional")
+        and any(request.cached_tokens >= generation.tpb and not request.optional_selected for request in asked),
+        "early layers": any(request.early for request in asked) and context.bands > 1,
+        "partial last page": any(request.prompt % generation.tpb for request in asked),
+        "draft tail": any(request.tail_blocks for request in asked),
+        "several requests": len(asked) > 1,
+        "holder not told": context.attention_dp and context.tp > 1 and not all(request.told for request in asked),
+        "canaries between slots": bool(generation.pad_bytes),
+        "layers in another order": context.order != generation.order,
+        "caches of the manager": case.managed,
+    }
+    return frozenset(name for name, there in facts.items() if there)
+
+
+def _has(kinds: tuple[LayerKind, ...], **wanted: Any) -> bool:
+    return any(all(getattr(kind, name) == value for name, value in wanted.items()) for kind in kinds)
+
+
+# --- smaller cases ---------------------------------------------------------------------------------------------------
+
+
+def smaller(case: PairCase) -> Iterator[PairCase]:
+    """Yield cases with one thing less each, largest steps first. Some may be impossible."""
+    for number in range(len(case.requests) if len(case.requests) > 1 else 0):
+        yield replace(case, requests=case.requests[:number] + case.requests[number + 1 :])
+    yield from _fewer_layers(case)
+    for side in ("context", "generation"):
+        shape = getattr(case, side)
+        for change in _plainer(shape, InstanceShape(kinds=()), leave_out=("kinds", "stages", "speculation", "tpb")):
+            yield replace(case, **{side: change})
+        if shape.pp > 1:
+            yield replace(case, **{side: replace(shape, stages=(sum(shape.stages),), draft_stage=0)})
+    for number, request in enumerate(case.requests):
+        for change in _plainer(request, RequestCase(prompt=1)):
+            yield replace(case, requests=(*case.requests[:number], change, *case.requests[number + 1 :]))
+    yield from _plainer(case, PairCase(context=case.context, generation=case.generation, requests=case.requests))
+
+
+def _fewer_layers(case: PairCase) -> Iterator[PairCase]:
+    """Take away or simplify a kind on both sides where both have the same."""
+    if case.context.kinds != case.generation.kinds:
+        return
+    kinds = case.context.kinds
+    for number, kind in enumerate(kinds):
+        rest = (kinds[:number], kinds[number + 1 :])
+        changes = [*_plainer(kind, LayerKind(heads=kind.heads, draft=kind.draft))]
+        for changed in [rest[0] + rest[1], *(rest[0] + (change,) + rest[1] for change in changes)]:
+            targets = sum(one.count for one in changed if not one.draft)
+            if not targets:
+                continue
+            shapes = [
+                shape if sum(shape.stages) == targets else replace(shape, stages=(targets,), draft_stage=0)
+                for shape in (case.context, case.generation)
+            ]
+            yield replace(
+                case, context=replace(shapes[0], kinds=changed), generation=replace(shapes[1], kinds=changed)
+            )
+
+
+def _plainer(thing: Any, plain: Any, leave_out: tuple[str, ...] = ("seed", "kinds", "draft")) -> Iterator[Any]:
+    for name in type(thing).__dataclass_fields__:
+        if name not in leave_out and getattr(thing, name) != getattr(plain, name):
+            yield replace(thing, **{name: getattr(plain, name)})
