@@ -240,5 +240,7 @@ def expected_writes(
         kind, group = rank.layers[layer], rank.groups[place.group]
         tokens = travelling_tokens(rank, kind, request, peer, wanted_blocks(rank, group, request))
         slots = tables[place.group][tokens // rank.shape.tpb]
+        if len(slots) and slots.min() < 1:
+            raise AssertionError(f"layer {layer}: a token that travels has no page")
         values = truth(number, layer, role, place.heads, tokens, place.row_bytes)
         yield kind.draft, place.storage, addresses(rank, place, spread, slots, tokens), values

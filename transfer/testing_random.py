@@ -10,19 +10,23 @@ from typing import Any, Final
 from transfer.testing_case import InstanceShape, LayerKind, PairCase, RequestCase
 
 DTYPES: Final = ("float32", "float16", "bfloat16", "bfloat16", "float8_e4m3fn", "nvfp4")
+MANAGED: Final = 0.12
+"""How many pairs take pages and page tables from caches of the manager, instead of dealing them out at random."""
+SIXTHS: Final = 6
+"""Heads that two and three ranks can share: such models meet at TP 2 and 3."""
 TWISTED: Final = 0.22
 """How many pairs get a difference that may keep them apart."""
-MOST_PAIRS: Final = 24
-"""Pairs of ranks in one case, at most."""
+MOST_PAIRS: Final = (2, 4, 4, 6, 6, 8, 8, 12, 24)
+"""Pairs of ranks in one case, at most: hellos take most of the time of a case."""
 
 
 def random_case(seed: int) -> PairCase:
     """Return the pair of instances that belongs to `seed`."""
     draw = Random(seed)
-    kinds = _model(draw)
+    unit, ratio = draw.choice((1, 2, 4, 8)), draw.choice((1, 1, 2, 2, 4))
+    kinds = _model(draw, unit * ratio)
     speculation = ("draft_model", draw.randint(1, 4), draw.randint(1, 5)) if any(k.draft for k in kinds) else None
     path = draw.choice(("auto", "auto", "direct", "zmq"))
-    unit, ratio = draw.choice((1, 2, 4, 8)), draw.choice((1, 1, 1, 2, 4))
     sizes = [unit, unit * ratio]
     draw.shuffle(sizes)
     common: dict[str, Any] = {
@@ -32,15 +36,23 @@ def random_case(seed: int) -> PairCase:
         "draft_kv": draw.choice(("auto", "per_view", "per_view", "per_view", "1", "0")),
         "max_seq_len": draw.choice((None, None, 24, 96)),
     }
-    context = _shape(draw, common, sizes[0])
-    generation = _shape(draw, common, sizes[1], context)
+    most = draw.choice(MOST_PAIRS)
+    context = _shape(draw, common, sizes[0], max(1, most // draw.choice((1, 2, 3))))
+    generation = _shape(draw, common, sizes[1], max(1, most // context.ranks), context)
     generation = replace(generation, exported=path == "direct" or draw.random() < 0.8)
     if common["draft_kv"] == "1" and draw.random() < 0.8:
         generation = _follow(generation, context)
     if draw.random() < TWISTED:
         context, generation = draw.choice(TWISTS)(draw, context, generation)
     longest = (context.max_seq_len or 64) - 8
+    managed = draw.random() < MANAGED
+    if managed:
+        bare: dict[str, Any] = {"pad_bytes": 0, "base_bytes": 0, "exported": True}
+        context, generation = (
+            replace(shape, **bare, max_seq_len=shape.max_seq_len or 96) for shape in (context, generation)
+        )
     return PairCase(
+        managed=managed,
         context=context,
         generation=generation,
         requests=tuple(_request(draw, longest) for _ in range(draw.choice((1, 1, 2, 3)))),
@@ -50,21 +62,23 @@ def random_case(seed: int) -> PairCase:
     )
 
 
-def _model(draw: Random) -> tuple[LayerKind, ...]:
-    mla = draw.random() < 0.25
-    kinds = [_kind(draw, mla=mla) for _ in range(draw.choice((1, 1, 2, 3)))]
+def _model(draw: Random, block: int) -> tuple[LayerKind, ...]:
+    mla, sixths = draw.random() < 0.25, draw.random() < 0.15
+    kinds = [_kind(draw, block, mla=mla) for _ in range(draw.choice((1, 1, 2, 3)))]
     if draw.random() < 0.1:
         kinds.append(LayerKind(heads=0, extras={"state": draw.choice((4, 24))}))
     if draw.random() < 0.6:
-        drafts = [_kind(draw, mla=mla and draw.random() < 0.3) for _ in range(draw.choice((1, 1, 2)))]
+        drafts = [_kind(draw, block, mla=mla and draw.random() < 0.3) for _ in range(draw.choice((1, 1, 2)))]
         kinds += [
             replace(kind, draft=True, policy=draw.choice(("required", "optional", "optional", "private")))
             for kind in drafts
         ]
+    if sixths:
+        kinds = [replace(kind, heads=kind.heads and draw.choice((6, 12))) for kind in kinds]
     return tuple(kinds)
 
 
-def _kind(draw: Random, *, mla: bool) -> LayerKind:
+def _kind(draw: Random, block: int, *, mla: bool) -> LayerKind:
     dtype = draw.choice(DTYPES)
     window = draw.choice((None, None, draw.randint(1, 12), draw.randint(8, 40)))
     return LayerKind(
@@ -74,26 +88,25 @@ def _kind(draw: Random, *, mla: bool) -> LayerKind:
         dtype=dtype,
         kv_factor=1 if mla else draw.choice((2, 2, 2, 1)),
         window=window,
-        sinks=0 if window is None else draw.choice((0, 0, 3, 8, 16)),
+        sinks=0 if window is None else draw.choice((0, 0, 0, block, 2 * block, 3 if block < 3 else block)),
         policy=draw.choice(("required", "required", "required", "optional")),
         extras=draw.choice(({}, {}, {}, {"index_key": 16}, {"index_key": 5, "state": 32})),
     )
 
 
 def _shape(
-    draw: Random, common: dict[str, Any], tpb: int, context: InstanceShape | None = None
+    draw: Random, common: dict[str, Any], tpb: int, room: int, context: InstanceShape | None = None
 ) -> InstanceShape:
-    """Return a shape of either side; the generation side may split sequences, where blocks are equal."""
-    room = MOST_PAIRS if context is None else max(1, MOST_PAIRS // context.ranks)
+    """Return a shape of about `room` ranks; the generation side may split sequences, where blocks are equal."""
     heads = [kind.heads for kind in common["kinds"] if kind.heads]
     legal = [tp for tp in (1, 2, 3, 4, 6, 8, 12) if tp <= min(12, room) and all(_fit(tp, own) for own in heads)]
-    tp = draw.choice(legal)
+    tp = draw.choice((2, 3) if all(own % SIXTHS == 0 for own in heads) else legal)
     targets = sum(kind.count for kind in common["kinds"] if not kind.draft)
     pp = draw.randint(1, max(1, min(3, targets, room // tp)))
     cuts = sorted(draw.sample(range(1, targets), pp - 1))
     cp = 1
-    if context is not None and context.tpb == tpb and draw.random() < 0.4:
-        cp = draw.choice([cp for cp in (1, 2, 3, 4) if tp * pp * cp <= max(room, tp * pp)])
+    if context is not None and context.tpb == tpb and draw.random() < 0.6:
+        cp = draw.choice([cp for cp in (2, 2, 3, 4) if tp * pp * cp <= max(2 * room, 2 * tp * pp)])
     return InstanceShape(
         **common,
         tp=tp,

@@ -51,6 +51,9 @@ from transfer.testing_oracle import (
     wanted_blocks,
 )
 from transfer.testing_oracle_gate import draft_travels, refusals
+from transfer.testing_random import smaller
+from unikv.budget import PoolBudget
+from unikv.cache_manager import UnifiedKVCacheManager
 from unikv.ids import NO_PAGE, GroupId, LayerId, RequestId
 from unikv.layer_spec import KVCacheLayerSpec, KVDtype, KVLayout, LayerOwner, ReusePolicy
 from unikv.layout import CacheLayout, build_layout
@@ -88,17 +91,37 @@ class SimRank:
     tables: dict[int, list[Numbers]] = field(default_factory=dict)
     handles: dict[int, TransferHandle] = field(default_factory=dict)
     peers: list[Registration] = field(default_factory=list)
+    manager: UnifiedKVCacheManager | None = None
 
     def deal(self, number: int, request: RequestCase) -> None:
         """Take slots for every block of a request in every group."""
         tpb, cp = self.facts.shape.tpb, self.facts.shape.cp
         blocks = -(-request.prompt // tpb) + request.tail_blocks
+        if self.manager is not None:
+            self.tables[number] = self._reserve(self.manager, number, request, blocks)
+            return
         self.tables[number] = []
         for group in self.facts.groups:
             slots = np.full(blocks, NO_PAGE, dtype=np.int64)
             for ordinal in range(self.facts.cp_rank, blocks, cp):
                 slots[ordinal] = self.free[group.memory].pop()
             self.tables[number].append(slots)
+
+    def _reserve(
+        self, manager: UnifiedKVCacheManager, number: int, request: RequestCase, blocks: int
+    ) -> list[Numbers]:
+        """Let the manager reserve a request's pages; what left a window has none."""
+        shape = self.facts.shape
+        capacity = max(request.prompt, min(blocks * shape.tpb, shape.max_seq_len or 0))
+        held = manager.create_request(RequestId(number))
+        held.resize(capacity, request.prompt)
+        tables = []
+        for index in range(len(self.facts.groups)):
+            slots = np.full(blocks, NO_PAGE, dtype=np.int64)
+            own = held.page_table(GroupId(index))
+            slots[self.facts.cp_rank :: shape.cp][: len(own)] = own
+            tables.append(slots)
+        return tables
 
     def table(self, number: int, chosen: Callable[[int], Numbers]) -> dict[GroupId, SlotArray]:
         """Return page tables of this rank's blocks with the `chosen` ordinals of every group, and holes elsewhere."""
@@ -190,7 +213,9 @@ class Simulation:
         slots = 1 + sum(blocks) * max(sharing) + SPARE_SLOTS
         stride = {number: size + shape.pad_bytes for number, size in enumerate(facts.slot_bytes)}
         spread = Spread(stride=stride, base_bytes=shape.base_bytes)
-        arrays, exports = self._memory([shape.base_bytes + slots * size for size in stride.values()], side, shape)
+        sizes = [shape.base_bytes + slots * size for size in stride.values()]
+        manager = self._manager(facts, slots) if self.case.managed else None
+        arrays, exports = self._memory(sizes, side, shape) if manager is None else _memory_of(manager)
         link = self._network.link()
         card = _spread_out(self._card(side, facts, slots, link.address, exports), spread, arrays)
         for array in arrays:
@@ -200,11 +225,33 @@ class Simulation:
         )
         self._stack.callback(link.close)
         self._stack.callback(engine.close)
-        rank = SimRank(facts, card, engine, arrays, spread, [array.copy() for array in arrays], self._free(facts, slots))
+        expected, free = [array.copy() for array in arrays], self._free(facts, slots)
+        rank = SimRank(facts, card, engine, arrays, spread, expected, free, manager=manager)
         for number, request in enumerate(self.case.requests):
             if facts.data_rank == self._data_rank(side, request):
                 rank.deal(number, request)
         return rank
+
+    def _manager(self, facts: RankFacts, slots: int) -> UnifiedKVCacheManager:
+        shape = facts.shape
+        manager = UnifiedKVCacheManager(
+            [_spec(shape, facts, layer, kind) for layer, kind in facts.layers.items()],
+            tokens_per_block=shape.tpb,
+            max_seq_len=shape.max_seq_len or 0,
+            pool=PoolBudget(pages=slots),
+            kv_layout=KVLayout(shape.layout),
+            cp_size=shape.cp,
+            cp_rank=facts.cp_rank,
+        )
+
+        def close() -> None:
+            manager.check_integrity()
+            for request in list(manager._requests.values()):
+                request.close()
+            manager.close()
+
+        self._stack.callback(close)
+        return manager
 
     def _free(self, facts: RankFacts, slots: int) -> list[list[int]]:
         """Return free slots of every allocator: in order, backwards or shuffled, so that runs of all lengths occur."""
@@ -325,7 +372,7 @@ class Simulation:
         """Return the blocks the context side still has: some of those that left the window are gone."""
         group, tpb = rank.facts.groups[index], rank.facts.shape.tpb
         blocks = np.arange(-(-request.prompt // tpb) + request.tail_blocks)
-        if group.window is None:
+        if group.window is None or rank.manager is not None:
             return blocks
         stale = ((blocks + 1) * tpb <= request.prompt + 1 - group.window) & (blocks >= group.sink_blocks)
         kept: Numbers = blocks[~stale | (self.noise.random(len(blocks)) < 0.3)]
@@ -340,6 +387,7 @@ class Simulation:
                 continue
             slots = rank.tables[number][place.group]
             tokens = np.arange(first, len(slots) * rank.facts.shape.tpb if end is None else end)
+            tokens = tokens[slots[tokens // rank.facts.shape.tpb] != NO_PAGE]
             places = addresses(rank.facts, place, rank.spread, slots[tokens // rank.facts.shape.tpb], tokens)
             values = truth(number, layer, role, place.heads, tokens, place.row_bytes)
             rank.arrays[place.storage][places] = values
@@ -438,6 +486,14 @@ def _explain(rank: SimRank, storage: int, wrong: Numbers) -> str:
     return f"{text} the first is byte {inside} of slot {slot} ({where}), perhaps of {' or '.join(owner) or 'nobody'}"
 
 
+def _memory_of(manager: UnifiedKVCacheManager) -> tuple[list[NDArray[np.uint8]], list[MemoryExport | None]]:
+    exports = [
+        None if own is None else MemoryExport(kind="memfd", pid=own.pid, fd=own.fd, inode=own.inode)
+        for own in manager.pools.exports()
+    ]
+    return [manager.pools.numpy(number) for number in range(len(exports))], exports
+
+
 def _spread_out(card: RankCard, spread: Spread, arrays: list[NDArray[np.uint8]]) -> RankCard:
     """Return `card` with pools that begin later and whose slots are further apart."""
     pools = tuple(
@@ -474,3 +530,34 @@ def simulate(case: PairCase) -> frozenset[str]:
     with Simulation(case) as simulation:
         simulation.run()
         return simulation.refused
+
+
+def failure(case: PairCase) -> Exception | None:
+    """Return what went wrong with one pair, or None."""
+    try:
+        simulate(case)
+    except Exception as error:
+        return error
+    return None
+
+
+def minimal(case: PairCase, most_runs: int = 400) -> tuple[PairCase, Exception | None]:
+    """Return the smallest case found that fails with the same kind of error as `case`, and that error."""
+    error, runs, progress = failure(case), 0, True
+    while error is not None and progress:
+        progress = False
+        for candidate in smaller(case):
+            runs += 1
+            if runs > most_runs:
+                return case, error
+            other = failure(candidate)
+            if type(other) is type(error):
+                case, error, progress = candidate, other, True
+                break
+    return case, error
+
+
+def report(case: PairCase) -> str:
+    """Return the error of a failing case and the smallest case that fails alike, as text to repeat it from."""
+    small, error = minimal(case)
+    return f"seed {case.seed}: {error}\nsmallest pair that fails alike:\n{small.describe()}"
