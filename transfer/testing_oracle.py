@@ -105,7 +105,7 @@ def layers_on(shape: InstanceShape, stage: int) -> dict[int, LayerKind]:
         mine |= {number for number, kind in enumerate(kinds) if kind.draft}
     numbers = sorted(mine)
     if shape.order:
-        Random(shape.order * 31 + stage).shuffle(numbers)
+        Random(shape.order * 31 + stage).shuffle(numbers)  # noqa: S311 - the same order for a seed is wanted
     return {number: kinds[number] for number in numbers}
 
 
@@ -178,7 +178,8 @@ def truth(request: int, layer: int, role: str, heads: tuple[int, ...], tokens: N
     rows = rows + tokens.astype(np.uint64)[None, :] * np.uint64(0x27D4EB2F165667C5) + np.uint64(salt)
     mixed = rows[:, :, None] + np.arange(row_bytes, dtype=np.uint64) * np.uint64(0xD6E8FEB86659FD93)
     mixed = (mixed ^ (mixed >> np.uint64(31))) * np.uint64(0xBF58476D1CE4E5B9)
-    return ((mixed ^ (mixed >> np.uint64(29))) & np.uint64(0xFF)).astype(np.uint8)
+    found: Bytes = ((mixed ^ (mixed >> np.uint64(29))) & np.uint64(0xFF)).astype(np.uint8)
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,7 +206,8 @@ def wanted_blocks(rank: RankFacts, group: Group, request: RequestCase) -> Number
     blocks = np.arange(-(-request.prompt // shape.tpb) + request.tail_blocks)
     reuses = group.policy == "required" or (group.policy == "optional" and request.optional_selected)
     cached = request.cached_tokens // shape.tpb if reuses else 0
-    return blocks[(blocks % shape.cp == rank.cp_rank) & (blocks >= cached)]
+    found: Numbers = blocks[(blocks % shape.cp == rank.cp_rank) & (blocks >= cached)]
+    return found
 
 
 def travelling_tokens(

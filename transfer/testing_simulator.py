@@ -7,158 +7,26 @@ oracle says: right where something was to arrive, as it was everywhere else, on 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
-from random import Random
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
-from transfer.cards import build_card
-from transfer.context_engine import ContextEngine
-from transfer.copy_host import HostCopier
-from transfer.generation_engine import GenerationEngine
-from transfer.generation_peers import Registration
-from transfer.hello import (
-    DraftKVMode,
-    MemoryExport,
-    ParallelPosition,
-    PathKind,
-    RankCard,
-    Side,
-    SpeculativeCard,
-    StorageCard,
-)
-from transfer.link_memory import MemoryNetwork
-from transfer.mapped_storage import MappedStorage
-from transfer.options import TransferOptions
+from transfer.hello import Side
 from transfer.outcome import TransferHandle
-from transfer.pages import SlotArray
-from transfer.peer_memory import local_regions, own_host_identity
 from transfer.readiness import ReadinessManager
-from transfer.testing_case import InstanceShape, LayerKind, PairCase, RequestCase
-from transfer.testing_oracle import (
-    Numbers,
-    RankFacts,
-    Spread,
-    addresses,
-    all_ranks,
-    expected_writes,
-    truth,
-    wanted_blocks,
-)
+from transfer.testing_case import PairCase, RequestCase
+from transfer.testing_oracle import Numbers, addresses, all_ranks, expected_writes, truth, wanted_blocks
 from transfer.testing_oracle_gate import draft_travels, refusals
-from transfer.testing_random import smaller
-from unikv.budget import PoolBudget
-from unikv.cache_manager import UnifiedKVCacheManager
-from unikv.ids import NO_PAGE, GroupId, LayerId, RequestId
-from unikv.layer_spec import KVCacheLayerSpec, KVDtype, KVLayout, LayerOwner, ReusePolicy
-from unikv.layout import CacheLayout, build_layout
+from transfer.testing_sim_ranks import SimRank, SimRankManager
+from unikv.ids import NO_PAGE, LayerId, RequestId
 
 MOST_ROUNDS: Final = 4000
-SPARE_SLOTS: Final = 4
 STEP_S: Final = 0.001
 
 
 class SimulationError(AssertionError):
     """The pair did something else than the oracle says."""
-
-
-class StepClock:
-    """A clock that moves only when it is told to."""
-
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-@dataclass
-class SimRank:
-    """One rank: facts, memory, engine, and what its memory must be like in the end."""
-
-    facts: RankFacts
-    card: RankCard
-    engine: Any
-    arrays: list[NDArray[np.uint8]]
-    spread: Spread
-    expected: list[NDArray[np.uint8]]
-    free: list[list[int]]
-    tables: dict[int, list[Numbers]] = field(default_factory=dict)
-    handles: dict[int, TransferHandle] = field(default_factory=dict)
-    peers: list[Registration] = field(default_factory=list)
-    manager: UnifiedKVCacheManager | None = None
-
-    def deal(self, number: int, request: RequestCase) -> None:
-        """Take slots for every block of a request in every group."""
-        tpb, cp = self.facts.shape.tpb, self.facts.shape.cp
-        blocks = -(-request.prompt // tpb) + request.tail_blocks
-        if self.manager is not None:
-            self.tables[number] = self._reserve(self.manager, number, request, blocks)
-            return
-        self.tables[number] = []
-        for group in self.facts.groups:
-            slots = np.full(blocks, NO_PAGE, dtype=np.int64)
-            for ordinal in range(self.facts.cp_rank, blocks, cp):
-                slots[ordinal] = self.free[group.memory].pop()
-            self.tables[number].append(slots)
-
-    def _reserve(
-        self, manager: UnifiedKVCacheManager, number: int, request: RequestCase, blocks: int
-    ) -> list[Numbers]:
-        """Let the manager reserve a request's pages; what left a window has none."""
-        shape = self.facts.shape
-        capacity = max(request.prompt, min(blocks * shape.tpb, shape.max_seq_len or 0))
-        held = manager.create_request(RequestId(number))
-        held.resize(capacity, request.prompt)
-        tables = []
-        for index in range(len(self.facts.groups)):
-            slots = np.full(blocks, NO_PAGE, dtype=np.int64)
-            own = held.page_table(GroupId(index))
-            slots[self.facts.cp_rank :: shape.cp][: len(own)] = own
-            tables.append(slots)
-        return tables
-
-    def table(self, number: int, chosen: Callable[[int], Numbers]) -> dict[GroupId, SlotArray]:
-        """Return page tables of this rank's blocks with the `chosen` ordinals of every group, and holes elsewhere."""
-        found = {}
-        for index, slots in enumerate(self.tables[number]):
-            masked = np.full(len(slots), NO_PAGE, dtype=np.int32)
-            ordinals = chosen(index)
-            masked[ordinals] = slots[ordinals]
-            found[GroupId(index)] = masked[self.facts.cp_rank :: self.facts.shape.cp].copy()
-        return found
-
-
-def _spec(shape: InstanceShape, facts: RankFacts, layer: int, kind: LayerKind) -> KVCacheLayerSpec:
-    return KVCacheLayerSpec(
-        layer_id=LayerId(layer),
-        owner=LayerOwner.DRAFT if kind.draft else LayerOwner.TARGET,
-        num_kv_heads=len(facts.local_heads(kind.heads)),
-        total_num_kv_heads=kind.heads,
-        head_dim=kind.head_dim,
-        dtype=KVDtype(kind.dtype),
-        kv_factor=kind.kv_factor,
-        window=kind.window,
-        sink_tokens=kind.sinks,
-        reuse_policy=ReusePolicy(kind.policy),
-        extra_buffers=kind.extras,
-    )
-
-
-def layout_of(facts: RankFacts) -> CacheLayout:
-    """Return the real layout of a rank."""
-    shape = facts.shape
-    return build_layout(
-        [_spec(shape, facts, layer, kind) for layer, kind in facts.layers.items()],
-        tokens_per_block=shape.tpb,
-        max_seq_len=shape.max_seq_len,
-        kv_layout=KVLayout(shape.layout),
-    )
 
 
 class Simulation:
@@ -170,27 +38,23 @@ class Simulation:
 
     def __init__(self, case: PairCase) -> None:
         self.case = case
-        self.clock = StepClock()
-        self.draw = Random(case.seed ^ 0x5EED)
-        self.noise = np.random.default_rng(case.seed)
         self.refused: frozenset[str] = frozenset()
-        self._network = MemoryNetwork()
-        self._stack = ExitStack()
-        self._options = TransferOptions(chunk_bytes=case.chunk_bytes, staging_chunks=case.staging_chunks)
         self.contexts: list[SimRank] = []
         self.generations: list[SimRank] = []
+        self._ranks = SimRankManager(case)
+        self.draw, self.noise, self.clock = self._ranks.draw, self._ranks.noise, self._ranks.clock
 
     def __enter__(self) -> Simulation:
         try:
-            self.contexts = [self._start(Side.CONTEXT, facts) for facts in all_ranks(self.case.context)]
-            self.generations = [self._start(Side.GENERATION, facts) for facts in all_ranks(self.case.generation)]
+            self.contexts = [self._ranks.start(Side.CONTEXT, facts) for facts in all_ranks(self.case.context)]
+            self.generations = [self._ranks.start(Side.GENERATION, facts) for facts in all_ranks(self.case.generation)]
         except BaseException:
-            self._stack.close()
+            self._ranks.stack.close()
             raise
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._stack.close()
+        self._ranks.stack.close()
 
     def run(self) -> None:
         """Connect everybody, run all requests, compare all bytes."""
@@ -203,125 +67,6 @@ class Simulation:
         self._settle()
         self._account()
         self._compare()
-
-    # --- making ranks ---------------------------------------------------------------------------------------------
-
-    def _start(self, side: Side, facts: RankFacts) -> SimRank:
-        shape = facts.shape
-        blocks = [-(-request.prompt // shape.tpb) + request.tail_blocks for request in self.case.requests]
-        sharing = [sum(group.memory == memory for group in facts.groups) for memory in range(len(facts.groups))]
-        slots = 1 + sum(blocks) * max(sharing) + SPARE_SLOTS
-        stride = {number: size + shape.pad_bytes for number, size in enumerate(facts.slot_bytes)}
-        spread = Spread(stride=stride, base_bytes=shape.base_bytes)
-        sizes = [shape.base_bytes + slots * size for size in stride.values()]
-        manager = self._manager(facts, slots) if self.case.managed else None
-        arrays, exports = self._memory(sizes, side, shape) if manager is None else _memory_of(manager)
-        link = self._network.link()
-        card = _spread_out(self._card(side, facts, slots, link.address, exports), spread, arrays)
-        for array in arrays:
-            array[:] = self.noise.integers(0, 256, size=len(array), dtype=np.uint8)
-        engine = (ContextEngine if side is Side.CONTEXT else GenerationEngine)(
-            link, card, local_regions(card, arrays), HostCopier(), self._options, self.clock
-        )
-        self._stack.callback(link.close)
-        self._stack.callback(engine.close)
-        expected, free = [array.copy() for array in arrays], self._free(facts, slots)
-        rank = SimRank(facts, card, engine, arrays, spread, expected, free, manager=manager)
-        for number, request in enumerate(self.case.requests):
-            if facts.data_rank == self._data_rank(side, request):
-                rank.deal(number, request)
-        return rank
-
-    def _manager(self, facts: RankFacts, slots: int) -> UnifiedKVCacheManager:
-        shape = facts.shape
-        manager = UnifiedKVCacheManager(
-            [_spec(shape, facts, layer, kind) for layer, kind in facts.layers.items()],
-            tokens_per_block=shape.tpb,
-            max_seq_len=shape.max_seq_len or 0,
-            pool=PoolBudget(pages=slots),
-            kv_layout=KVLayout(shape.layout),
-            cp_size=shape.cp,
-            cp_rank=facts.cp_rank,
-        )
-
-        def close() -> None:
-            manager.check_integrity()
-            for request in list(manager._requests.values()):
-                request.close()
-            manager.close()
-
-        self._stack.callback(close)
-        return manager
-
-    def _free(self, facts: RankFacts, slots: int) -> list[list[int]]:
-        """Return free slots of every allocator: in order, backwards or shuffled, so that runs of all lengths occur."""
-        found = []
-        for _ in range(1 + max(group.memory for group in facts.groups)):
-            free = list(range(1, slots))
-            how = self.draw.randrange(3)
-            if how == 0:
-                self.draw.shuffle(free)
-            elif how == 1:
-                free.reverse()
-            found.append(free)
-        return found
-
-    def _memory(
-        self, sizes: list[int], side: Side, shape: InstanceShape
-    ) -> tuple[list[NDArray[np.uint8]], list[MemoryExport | None]]:
-        if side is Side.CONTEXT or not shape.exported:
-            return [np.empty(size, dtype=np.uint8) for size in sizes], [None] * len(sizes)
-        arrays, exports = [], []
-        for size in sizes:
-            fd = os.memfd_create("unikv-simulator")
-            self._stack.callback(os.close, fd)
-            os.ftruncate(fd, size)
-            export = MemoryExport(kind="memfd", pid=os.getpid(), fd=fd, inode=os.fstat(fd).st_ino)
-            exports.append(export)
-            arrays.append(MappedStorage(StorageCard(size_bytes=size, export=export)).array)
-        return arrays, list(exports)
-
-    def _card(
-        self, side: Side, facts: RankFacts, slots: int, address: str, exports: list[MemoryExport | None]
-    ) -> RankCard:
-        shape, method = facts.shape, facts.shape.speculation
-        targets, drafts = shape.counts()
-        return build_card(
-            layout_of(facts),
-            side=side,
-            position=ParallelPosition(
-                tp=shape.tp,
-                tp_rank=facts.tp_rank,
-                pp=shape.pp,
-                pp_rank=facts.pp_rank,
-                cp=shape.cp,
-                cp_rank=facts.cp_rank,
-                attention_dp=shape.attention_dp,
-            ),
-            num_slots=slots,
-            incarnation=f"{side}-{facts.pp_rank}-{facts.tp_rank}-{facts.cp_rank}",
-            instance=f"{side}-0",
-            address=address,
-            speculative=None
-            if method is None
-            else SpeculativeCard(
-                method=method[0], max_draft_tokens=method[1], block_width=method[2], num_extra_kv_tokens=1
-            ),
-            draft_kv=DraftKVMode(shape.draft_kv),
-            path=PathKind(shape.path),
-            num_target_layers=targets,
-            num_draft_layers=drafts,
-            exports=exports,
-            host=own_host_identity(),
-            checksum=shape.checksum,
-            layer_bands=shape.bands,
-        )
-
-    def _data_rank(self, side: Side, request: RequestCase) -> int:
-        shape, choice = (
-            (self.case.context, request.source) if side is Side.CONTEXT else (self.case.generation, request.target)
-        )
-        return choice % shape.tp if shape.attention_dp else 0
 
     # --- running --------------------------------------------------------------------------------------------------
 
@@ -378,9 +123,7 @@ class Simulation:
         kept: Numbers = blocks[~stale | (self.noise.random(len(blocks)) < 0.3)]
         return kept
 
-    def _fill(
-        self, rank: SimRank, number: int, request: RequestCase, layer: int, first: int, end: int | None
-    ) -> None:
+    def _fill(self, rank: SimRank, number: int, request: RequestCase, layer: int, first: int, end: int | None) -> None:
         """Compute the KV of one layer for tokens ``[first, end)``; None: to the end of the pages."""
         for (own, role), place in rank.facts.places.items():
             if own != layer:
@@ -486,26 +229,6 @@ def _explain(rank: SimRank, storage: int, wrong: Numbers) -> str:
     return f"{text} the first is byte {inside} of slot {slot} ({where}), perhaps of {' or '.join(owner) or 'nobody'}"
 
 
-def _memory_of(manager: UnifiedKVCacheManager) -> tuple[list[NDArray[np.uint8]], list[MemoryExport | None]]:
-    exports = [
-        None if own is None else MemoryExport(kind="memfd", pid=own.pid, fd=own.fd, inode=own.inode)
-        for own in manager.pools.exports()
-    ]
-    return [manager.pools.numpy(number) for number in range(len(exports))], exports
-
-
-def _spread_out(card: RankCard, spread: Spread, arrays: list[NDArray[np.uint8]]) -> RankCard:
-    """Return `card` with pools that begin later and whose slots are further apart."""
-    pools = tuple(
-        replace(pool, slot_stride_bytes=spread.stride[pool.storage], offset_bytes=spread.base_bytes)
-        for pool in card.pools
-    )
-    storages = tuple(
-        replace(storage, size_bytes=len(array)) for storage, array in zip(card.storages, arrays, strict=True)
-    )
-    return replace(card, pools=pools, storages=storages)
-
-
 def _one_after_another(scripts: list[Iterator[None]]) -> Iterator[None]:
     for script in scripts:
         yield from script
@@ -530,34 +253,3 @@ def simulate(case: PairCase) -> frozenset[str]:
     with Simulation(case) as simulation:
         simulation.run()
         return simulation.refused
-
-
-def failure(case: PairCase) -> Exception | None:
-    """Return what went wrong with one pair, or None."""
-    try:
-        simulate(case)
-    except Exception as error:
-        return error
-    return None
-
-
-def minimal(case: PairCase, most_runs: int = 400) -> tuple[PairCase, Exception | None]:
-    """Return the smallest case found that fails with the same kind of error as `case`, and that error."""
-    error, runs, progress = failure(case), 0, True
-    while error is not None and progress:
-        progress = False
-        for candidate in smaller(case):
-            runs += 1
-            if runs > most_runs:
-                return case, error
-            other = failure(candidate)
-            if type(other) is type(error):
-                case, error, progress = candidate, other, True
-                break
-    return case, error
-
-
-def report(case: PairCase) -> str:
-    """Return the error of a failing case and the smallest case that fails alike, as text to repeat it from."""
-    small, error = minimal(case)
-    return f"seed {case.seed}: {error}\nsmallest pair that fails alike:\n{small.describe()}"

@@ -15,7 +15,8 @@ from transfer.testing_case import InstanceShape, LayerKind, PairCase, RequestCas
 from transfer.testing_oracle import all_ranks
 from transfer.testing_oracle_gate import draft_travels, refusals
 from transfer.testing_random import features, random_case
-from transfer.testing_simulator import Simulation, SimulationError, failure, minimal, report, simulate
+from transfer.testing_shrink import failure, minimal, report
+from transfer.testing_simulator import Simulation, SimulationError, simulate
 
 PAIRS = 500 if settings().max_examples < 1000 else 20_000
 PORTION = 50
