@@ -101,6 +101,7 @@ class RequestCase:
         early: whether pages may leave while the prompt is computed, layer by layer.
         source, target: data-parallel rank on each side, modulo their number.
         told: whether the generation side knows `source`.
+        first_tokens, draft_tokens: how many tokens travel beside the KV.
     """
 
     prompt: int
@@ -112,6 +113,8 @@ class RequestCase:
     source: int = 0
     target: int = 0
     told: bool = True
+    first_tokens: int = 1
+    draft_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

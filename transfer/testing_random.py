@@ -144,6 +144,8 @@ def _request(draw: Random, longest: int) -> RequestCase:
         source=draw.randrange(12),
         target=draw.randrange(12),
         told=draw.random() < 0.6,
+        first_tokens=draw.choice((0, 1, 1, 2)),
+        draft_tokens=draw.randint(0, 5),
     )
 
 

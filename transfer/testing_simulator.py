@@ -8,12 +8,14 @@ oracle says: right where something was to arrive, as it was everywhere else, on 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
 
 from transfer.hello import Side
-from transfer.outcome import TransferHandle
+from transfer.messages import AuxData
+from transfer.outcome import Outcome, TransferHandle
 from transfer.readiness import ReadinessManager
 from transfer.testing_case import PairCase, RequestCase
 from transfer.testing_oracle import Numbers, addresses, all_ranks, expected_writes, truth, wanted_blocks
@@ -62,7 +64,7 @@ class Simulation:
         if self.refused:
             self._compare()
             return
-        steps = [self._steps(number, request) for number, request in enumerate(self.case.requests)]
+        steps = [self.scripts(number) for number in range(len(self.case.requests))]
         self._play([step for own in steps for step in own])
         self._settle()
         self._account()
@@ -83,8 +85,9 @@ class Simulation:
             raise SimulationError(text)
         self.refused = want
 
-    def _steps(self, number: int, request: RequestCase) -> list[Iterator[None]]:
-        """Return what happens to one request, as two scripts, one per side."""
+    def scripts(self, number: int) -> list[Iterator[None]]:
+        """Return what happens to one request, as scripts: context ranks publish, then generation ranks ask."""
+        request = self.case.requests[number]
         sources = [rank for rank in self.contexts if number in rank.tables]
         targets = [rank for rank in self.generations if number in rank.tables]
         scripts = [self._publish(rank, number, request) for rank in sources]
@@ -99,7 +102,7 @@ class Simulation:
         if not request.early:
             for layer in rank.facts.layers:
                 self._fill(rank, number, request, layer, 0, None)
-            rank.engine.publish(handle, table, request.prompt, None)
+            rank.engine.publish(handle, table, request.prompt, _aux(request))
             return
         readiness = ReadinessManager(request.prompt, complete=False)
         rank.engine.publish(handle, table, request.prompt, None, readiness)
@@ -111,7 +114,7 @@ class Simulation:
                 self._fill(rank, number, request, layer, first, done if done < request.prompt else None)
                 readiness.mark(LayerId(layer), done)
                 yield
-        rank.engine.finish(RequestId(number), None)
+        rank.engine.finish(RequestId(number), _aux(request))
 
     def _kept(self, rank: SimRank, index: int, request: RequestCase) -> Numbers:
         """Return the blocks the context side still has: some of those that left the window are gone."""
@@ -196,10 +199,18 @@ class Simulation:
                     want[draft] += values.size
                 outcome = rank.handles[number].outcome
                 legs = outcome.legs if outcome else ()
+                self._check_aux(rank, request, outcome)
                 got = (sum(leg.bytes for leg in legs), sum(leg.draft_bytes for leg in legs))
                 if got != (want[False] + want[True], want[True]):
                     text = f"generation rank {rank.card.rank}, request {number}: {got} bytes in all and of draft layers"
                     raise SimulationError(f"{text} are reported, the oracle counts {want}")
+
+    def _check_aux(self, rank: SimRank, request: RequestCase, outcome: Outcome | None) -> None:
+        room = rank.facts.shape.speculation[1] if rank.facts.shape.speculation else 0
+        sent = _aux(request)
+        want = replace(sent, draft_tokens=sent.draft_tokens[:room])
+        if outcome is None or outcome.aux != (want if outcome.legs else None):
+            raise SimulationError(f"generation rank {rank.card.rank}: {outcome} came with other tokens than {want}")
 
     def _compare(self) -> None:
         for rank in (*self.contexts, *self.generations):
@@ -227,6 +238,11 @@ def _explain(rank: SimRank, storage: int, wrong: Numbers) -> str:
     text = f"{rank.card.side} rank {rank.card.rank}: {len(wrong)} bytes of storage {storage} are not what they must be;"
     where = ", ".join(holders) or "which nobody has"
     return f"{text} the first is byte {inside} of slot {slot} ({where}), perhaps of {' or '.join(owner) or 'nobody'}"
+
+
+def _aux(request: RequestCase) -> AuxData:
+    first, drafts = (tuple(range(7, 7 + count)) for count in (request.first_tokens, request.draft_tokens))
+    return AuxData(first_tokens=first, draft_tokens=drafts, prompt_tokens=request.prompt)
 
 
 def _one_after_another(scripts: list[Iterator[None]]) -> Iterator[None]:
