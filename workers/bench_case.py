@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
 from collections.abc import Callable, Sequence
@@ -10,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
-from workers.config import PairConfig
+from workers.config import CancelConfig, PairConfig
 from workers.control import PathReport
 from workers.fleet import Death
 from workers.floors import FloorSession, wait_until_idle
@@ -20,6 +21,10 @@ from workers.workload import Job, RequestRecord
 _LONGEST_FOLDER: Final = 100
 FLOOR_ONCE: Final = "one thread copying 256 MiB, median of 5, same run"
 FLOOR_ALTERNATING: Final = "one thread copying 256 MiB beside every request, median; the ratio is that of the pairs"
+_OWN_TOKENS: Final = 1 << 32
+"""Distance of the token ids of prompts where they differ."""
+_GOLDEN: Final = (math.sqrt(5) - 1) / 2
+"""Multiples of it, modulo 1, spread evenly however many there are."""
 
 Progress = Callable[[str, int, int], None]
 """Called with what is running, how many of it are finished and how many there are."""
@@ -69,7 +74,8 @@ def run_pair(
         progress(title, finished, len(jobs))
 
     with RunningPair(pair, request.arguments(name, extra), log_dir=_log_dir(request, title)) as running:
-        return running.run(jobs, on_finished)
+        run = running.run(jobs, on_finished)
+    return replace(run, deaths=(*run.deaths, *running.fleet.unclean()))
 
 
 def run_beside_floor(
@@ -95,8 +101,9 @@ def run_beside_floor(
             if runs[-1].deaths:
                 break
     records = tuple(record for run in runs for record in run.records)
-    floors = tuple(statistics.fmean(pair) for pair in pairwise(samples))
-    return replace(runs[-1], records=records), floors
+    floors = tuple(statistics.fmean(around) for around in pairwise(samples))
+    deaths = (*runs[-1].deaths, *running.fleet.unclean())
+    return replace(runs[-1], records=records, deaths=deaths), floors
 
 
 def _log_dir(request: BenchRequest, title: str) -> Path | None:
@@ -110,12 +117,37 @@ def _folder_name(title: str) -> str:
 
 def pattern_jobs(pair: PairConfig) -> list[Job]:
     """Return the workload of a pair without a model: lengths spread evenly over its range, longest last."""
-    low, high = pair.workload.prompt_tokens
-    count = pair.workload.requests
+    workload = pair.workload
+    (low, high), count = workload.prompt_tokens, workload.requests
     lengths = [low + (high - low) * index // max(1, count - 1) for index in range(count)]
     if count == 1:
         lengths = [high]
-    return [Job(prompt=(), prompt_tokens=length, max_new_tokens=1) for length in lengths]
+    return [
+        Job(
+            prompt=_prompt(workload.shared_prefix_tokens, index, length),
+            prompt_tokens=length,
+            max_new_tokens=1,
+            local=length < workload.local_below_tokens,
+            cancel_after_s=_cancel_after_s(workload.cancel, index),
+        )
+        for index, length in enumerate(lengths)
+    ]
+
+
+def _prompt(shared_tokens: int, number: int, length: int) -> tuple[int, ...]:
+    """Return tokens that all prompts share as far as `shared_tokens`; none where prompts are lengths only."""
+    if not shared_tokens:
+        return ()
+    own = (1 + number) * _OWN_TOKENS
+    return tuple(token if token < shared_tokens else own + token for token in range(length))
+
+
+def _cancel_after_s(cancel: CancelConfig | None, number: int) -> float | None:
+    """Return when to cancel a request: the first at once, the others spread over the time there is, mostly early."""
+    if cancel is None:
+        return None
+    turn, rest = divmod(number + 1, cancel.every)
+    return None if rest else cancel.within_s * float((turn - 1) * _GOLDEN % 1) ** 2
 
 
 def case_result(
@@ -123,20 +155,26 @@ def case_result(
 ) -> dict[str, Any]:
     """Return one case's share of the result.
 
+    It is ok if every request was verified or cancelled, some were verified, and every worker ended well.
+
     Args:
         floor: rate of one thread's memcpy in GB/s, of the whole run or beside each record.
     """
     floors = [floor] * len(records) if isinstance(floor, float) else floor
-    requests = [_request_entry(name, record, rate) for record, rate in zip(records, floors, strict=True)]
+    requests = [_request_entry(name, record, rate) for record, rate in zip(records, floors, strict=False)]
+    summary = summarise(requests, floor)
+    ended = summary["verified"] > 0 and summary["verified"] + summary["cancelled"] == summary["requests"]
     return {
         "name": name,
+        "ok": ended and summary["mismatched_bytes"] == 0 and not run.deaths,
+        "error": "",
         "config": pair.resolved(),
         "draft_kv": run.draft_kv,
         "path": [_path_entry(path) for path in run.paths],
         "requests": requests,
         "deaths": [_death_entry(death) for death in run.deaths],
         "threads": copying_threads(pair),
-        "summary": summarise(requests, alternating=not isinstance(floor, float)),
+        "summary": summary,
     }
 
 
@@ -145,11 +183,18 @@ def copying_threads(pair: PairConfig) -> int:
     return pair.transfer.copy_threads * pair.context.parallel.world_size
 
 
-def summarise(requests: Sequence[dict[str, Any]], *, alternating: bool) -> dict[str, Any]:
+def failed_case(name: str, pair: PairConfig, error: str, floor: float) -> dict[str, Any]:
+    """Return the result of a case whose workers did not come up."""
+    run = PairRun(records=(), paths=(), draft_kv="", deaths=())
+    return {**case_result(name, pair, run, (), floor), "error": error}
+
+
+def summarise(requests: Sequence[dict[str, Any]], floor: float | Sequence[float]) -> dict[str, Any]:
     """Return the summary of some requests; rates are over the moves of the requests that arrived.
 
     Args:
-        alternating: whether the floor was measured beside every request, or once for all.
+        requests: their entries.
+        floor: as in `case_result`.
     """
     rates = [entry["gb_per_s"] for entry in requests if entry["gb_per_s"]]
     ratios = [entry["ratio_to_floor"] for entry in requests if entry["gb_per_s"]]
@@ -157,11 +202,12 @@ def summarise(requests: Sequence[dict[str, Any]], *, alternating: bool) -> dict[
     return {
         "requests": len(requests),
         "verified": sum(entry["verified"] for entry in requests),
+        "cancelled": sum(entry["cancelled"] for entry in requests),
         "mismatched_bytes": sum(entry["mismatched_bytes"] for entry in requests),
         "bytes": sum(entry["bytes"] for entry in requests),
         "gb_per_s": _spread(rates),
-        "floor_gb_per_s": _spread([entry["floor_gb_per_s"] for entry in requests])["median"],
-        "floor": FLOOR_ALTERNATING if alternating else FLOOR_ONCE,
+        "floor_gb_per_s": floor if isinstance(floor, float) else _spread(floor)["median"],
+        "floor": FLOOR_ONCE if isinstance(floor, float) else FLOOR_ALTERNATING,
         "ratio_to_floor": _spread(ratios)["median"],
         "ratio": _spread(ratios),
         "latency_s": {name: percentile(latencies, share) for name, share in _PERCENTILES},
@@ -205,6 +251,7 @@ def _request_entry(case: str, record: RequestRecord, floor: float) -> dict[str, 
         "ratio_to_floor": rate / floor,
         "ttft_s": record.ttft_s(),
         "verified": verified,
+        "cancelled": record.was_cancelled,
         "mismatched_bytes": mismatched,
         "first_mismatch": first if mismatched else "",
         "error": record.reason,

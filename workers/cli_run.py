@@ -30,7 +30,12 @@ def register(app: typer.Typer) -> None:
 def worker(  # noqa: PLR0913, PLR0917 - options of a command line
     pair: PairArgument,
     side: Annotated[Side, typer.Option(help="Which half this process belongs to.")],
-    rank: Annotated[int | None, typer.Option(envvar="RANK", help="Flat rank; default: torchrun's RANK.")] = None,
+    rank: Annotated[
+        int | None,
+        typer.Option(
+            envvar="RANK", help="Flat rank; of instance i of n ranks: i * n + rank. Default: torchrun's RANK."
+        ),
+    ] = None,
     rendezvous: Annotated[
         str | None, typer.Option(metavar="tcp://HOST:PORT", help="Default: torchrun's MASTER_ADDR and MASTER_PORT.")
     ] = None,

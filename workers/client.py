@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Final, Self
 
 from transfer.hello import Side
@@ -15,6 +15,7 @@ from transfer.link_zmq import ZmqLink
 from unikv.errors import LinkBrokenError, RemoteProtocolError, explain
 from workers.control import CODEC, Attach, ControlMessage, DecodeReport, PromptReport, Ready
 from workers.rendezvous import Rendezvous
+from workers.routing import WorkerName
 
 _log = logging.getLogger(__name__)
 
@@ -23,7 +24,6 @@ _LOOK_S: Final = 0.01
 """Pause between two looks for workers that are not up yet."""
 CONNECT_S: Final = 30.0
 
-WorkerName = tuple[Side, int]
 Report = PromptReport | DecodeReport
 
 
@@ -74,10 +74,10 @@ class FleetClient:
                 want = f"all within {timeout_s:g} s"
                 raise LinkBrokenError(explain("workers", "not ready", missing, want, "see their logs"))
 
-    def send(self, side: Side, message: ControlMessage) -> None:
-        """Send `message` to every rank of a side that is still there."""
-        for (other, _), address in self._addresses.items():
-            if other is side:
+    def send(self, side: Side, message: ControlMessage, ranks: Collection[int] | None = None) -> None:
+        """Send `message` to every rank of a side, or those in `ranks`, that is still there."""
+        for (other, rank), address in self._addresses.items():
+            if other is side and (ranks is None or rank in ranks):
                 self._send_to(address, message)
 
     def poll(self, timeout_s: float = _POLL_S) -> list[Report]:

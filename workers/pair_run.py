@@ -17,7 +17,8 @@ from workers.config import PairConfig
 from workers.control import PathReport, Stop
 from workers.fleet import Death, FleetManager
 from workers.rendezvous import Rendezvous
-from workers.topology import check_device, dry_cards, positions
+from workers.routing import RouteManager, num_workers
+from workers.topology import check_device, dry_cards
 from workers.workload import Job, RequestRecord, WorkloadDriver
 
 ATTACH_S: Final = 120.0
@@ -56,6 +57,7 @@ class RunningPair:
     Attributes:
         fleet: the processes.
         client: the link to them.
+        routes: which of them serve which request; jobs without a route go where it is their turn.
     """
 
     def __init__(self, pair: PairConfig, pair_arguments: Sequence[str], *, log_dir: Path | None = None) -> None:
@@ -69,7 +71,7 @@ class RunningPair:
         judge(pair)
         keys = pair.transfer.curve_keys()
         self.pair = pair
-        self.ranks = {side: len(positions(pair.side(side))) for side in Side}
+        self.ranks = {side: num_workers(pair.side(side)) for side in Side}
         with ExitStack() as stack:
             rendezvous = stack.enter_context(Rendezvous.reserve())
             self.client = FleetClient(curve=keys)
@@ -81,7 +83,8 @@ class RunningPair:
             rendezvous.open()  # takes a second, in which the workers come up
             self.client.attach(rendezvous, self.ranks, timeout_s=ATTACH_S, alive=self._check_alive)
             self._stack = stack.pop_all()
-        self._workload = WorkloadDriver(self.client, self.ranks, self.fleet.deaths)
+        self.routes = RouteManager.of_pair(pair)
+        self._workload = WorkloadDriver(self.client, self.ranks, self.fleet.deaths, routes=self.routes)
 
     @property
     def paths(self) -> tuple[PathReport, ...]:

@@ -13,6 +13,7 @@ from workers.context import ContextWorker
 from workers.generation import GenerationWorker
 from workers.rank_runtime import RankRuntime, check_rank
 from workers.rendezvous import Rendezvous
+from workers.routing import place_of
 from workers.runner import Runner
 from workers.runner_pattern import PatternRunner
 
@@ -36,7 +37,8 @@ def run_worker(pair: PairConfig, side: Side, rank: int, rendezvous_url: str, *, 
         meet = Rendezvous.serve if serve else Rendezvous.join
         rendezvous = stack.enter_context(meet(rendezvous_url))
         runner = make_runner(pair, side)
-        runtime = stack.enter_context(RankRuntime(pair, side, rank, instance=f"{side}-0"))
+        instance, _ = place_of(pair.side(side), rank)
+        runtime = stack.enter_context(RankRuntime(pair, side, rank, instance=f"{side}-{instance}"))
         runtime.bind(runner)
         if side is Side.CONTEXT:
             context = ContextWorker(runtime, runner, rendezvous)
@@ -55,4 +57,4 @@ def make_runner(pair: PairConfig, side: Side) -> Runner:
 
         _log.info("loading %s", pair.runner.model)
         return ModelRunner(load_runner(pair.runner, pair.side(side)), chunk_tokens=pair.runner.chunk_tokens)
-    return PatternRunner()
+    return PatternRunner(pad_rows=pair.runner.pad_rows)
