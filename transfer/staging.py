@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -31,13 +32,26 @@ class ChunkPool(Protocol):
 
 
 class HostChunkPool:
-    """`chunks` pageable host chunks of `chunk_bytes`. A chunk belongs to its taker until it is given back.
+    """`chunks` host chunks of `chunk_bytes`. A chunk belongs to its taker until it is given back.
 
     A page larger than a chunk gets a chunk of its own size: pages are never split.
     """
 
-    def __init__(self, *, chunks: int, chunk_bytes: int) -> None:
+    def __init__(
+        self,
+        *,
+        chunks: int,
+        chunk_bytes: int,
+        make: Callable[[int], NDArray[np.uint8]] | None = None,
+        forget: Callable[[NDArray[np.uint8]], None] | None = None,
+    ) -> None:
         """Make the pool; memory is taken when a chunk is first used.
+
+        Args:
+            chunks: most chunks at one time.
+            chunk_bytes: size of a chunk.
+            make: returns memory of a size in bytes; pageable memory where it is left out.
+            forget: hears of memory that is traded in for larger one.
 
         Raises:
             ConfigError: no chunks, or chunks of no bytes.
@@ -46,6 +60,7 @@ class HostChunkPool:
             got = f"{chunks} chunks of {chunk_bytes} bytes"
             raise ConfigError(explain("staging", "size", got, "at least one chunk of one byte", "raise chunk_bytes"))
         self.chunk_bytes = chunk_bytes
+        self._make, self._forget = make or _pageable, forget
         self._limit = chunks
         self._made = 0
         self._free: list[NDArray[np.uint8]] = []
@@ -65,10 +80,12 @@ class HostChunkPool:
                 return self._free.pop(index)
         if self._made < self._limit:
             self._made += 1
-            return np.empty(max(size_bytes, self.chunk_bytes), dtype=np.uint8)
+            return self._make(max(size_bytes, self.chunk_bytes))
         if self._free:  # every free chunk is too small for this page size: trade one in
-            self._free.pop()
-            return np.empty(size_bytes, dtype=np.uint8)
+            former = self._free.pop()
+            if self._forget is not None:
+                self._forget(former)
+            return self._make(size_bytes)
         return None
 
     def give_back(self, chunk: NDArray[np.uint8]) -> None:
@@ -95,3 +112,7 @@ class HostChunkPool:
             else:
                 still.append((chunk, ticket))
         self._flying = still
+
+
+def _pageable(size_bytes: int) -> NDArray[np.uint8]:
+    return np.empty(size_bytes, dtype=np.uint8)

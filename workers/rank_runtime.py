@@ -6,12 +6,14 @@ import logging
 import secrets
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 
 from transfer.context_endpoint import ContextEndpoint
 from transfer.copy_host import HostCopier
 from transfer.generation_endpoint import GenerationEndpoint
-from transfer.hello import MemoryExport, RankCard, Side
+from transfer.hello import CAPABILITY_NIXL, MemoryExport, RankCard, Side
 from transfer.link_zmq import ZmqLink
+from transfer.nixl_agent import why_no_nixl
 from transfer.paths import Regions
 from transfer.peer_memory import local_regions, own_host_identity
 from unikv.cache_manager import UnifiedKVCacheManager
@@ -20,6 +22,7 @@ from workers.config import PairConfig, SideConfig
 from workers.routing import num_workers, place_of
 from workers.runner import Runner
 from workers.topology import (
+    check_carrier,
     check_device,
     host_tier_options,
     pool_budget,
@@ -42,6 +45,7 @@ def check_rank(pair: PairConfig, side: Side, rank: int) -> None:
         want = f"in [0, {num_workers(config)})"
         raise ConfigError(explain(f"{side} worker", "rank", rank, want, "match instances and parallel of the side"))
     check_device(config)
+    check_carrier(pair)
 
 
 class RankRuntime:
@@ -134,7 +138,7 @@ class RankRuntime:
             None if export is None else MemoryExport(kind="memfd", pid=export.pid, fd=export.fd, inode=export.inode)
             for export in self.manager.pools.exports()
         ]
-        return rank_card(
+        card = rank_card(
             self.pair,
             self.side,
             self.position,
@@ -146,6 +150,7 @@ class RankRuntime:
             exports=exports,
             host=own_host_identity(),
         )
+        return card if why_no_nixl() else replace(card, capabilities=(*card.capabilities, CAPABILITY_NIXL))
 
     def _regions(self) -> Regions:
         arrays = [self.manager.pools.numpy(storage) for storage in range(len(self.card.storages))]

@@ -1281,7 +1281,7 @@ def test_a_failed_copy_of_the_context_rank_fails_its_request_alone(world: World,
     world.settle(10)
     for handle in (got, sent):
         assert "context rank 0: the copy broke" in reason_of(handle) and handle.quiet
-    assert context.engine._moves.chunks.in_use == 0
+    assert context.engine._moves.carriers.chunks.in_use == 0
     assert_served(world, context, generation)
 
 

@@ -7,10 +7,12 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 
+from transfer.carrier_zmq import LinkSource
 from transfer.copier import CopyJob, CopyTicket
 from transfer.copy_host import HostCopier
 from transfer.hello import PathKind, Side
 from transfer.link import Frame, SendTicket
+from transfer.messages import Berth
 from transfer.pages import PagePairs, pair_pages
 from transfer.paths import CREDITS, Batch, BatchQueue, CopyInFlight, DirectMove, MoveState, StagedMove, choose_path
 from transfer.plan import CopyProgram, compile_program
@@ -56,7 +58,7 @@ class Wire:
         def done(self) -> bool:
             return self.left
 
-    def send(self, batch: Batch, frame: Frame) -> SendTicket:
+    def send(self, batch: Batch, frame: Frame, berth: Berth | None = None) -> SendTicket:
         if self.refuses:
             raise LinkBrokenError("generation rank 0 is gone")
         self.sent.append((batch, bytes(frame)))
@@ -106,7 +108,7 @@ def staged(
         pages,
         source=ranks[0].regions,
         copier=copier or HostCopier(),
-        chunks=pool,
+        carrier=LinkSource(pool),
         todo=BatchQueue(program, pages, pool.chunk_bytes),
         send=wire.send,
     )

@@ -1,0 +1,161 @@
+"""NIXL's agent as the carrier needs it: registered host memory, and writes into a peer's."""
+
+from __future__ import annotations
+
+import logging
+from importlib import import_module
+from importlib.util import find_spec
+from secrets import token_hex
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unikv.errors import ConfigError, LinkBrokenError, RemoteProtocolError, explain
+
+_MODULES: Final = ("nixl_cu13", "nixl_cu12", "nixl")
+_BACKEND: Final = "UCX"
+_CURE: Final = "pip install 'unikv[nixl]', or set transfer.path: auto"
+
+
+def why_no_nixl() -> str:
+    """Return why this process cannot use NIXL, "" where its package is installed. Imports nothing."""
+    return "" if _module() else f"no NIXL package ({', '.join(_MODULES)}) is installed"
+
+
+def require_nixl() -> None:
+    """Refuse a path that needs NIXL where it is not installed.
+
+    Raises:
+        ConfigError: with the cure.
+    """
+    if reason := why_no_nixl():
+        raise ConfigError(explain("transfer", "path", "nixl", f"another path, since {reason}", _CURE))
+
+
+def _module() -> str:
+    return next((name for name in _MODULES if find_spec(name) is not None), "")
+
+
+def _api() -> Any:
+    require_nixl()
+    complaining = logging.raiseExceptions
+    api = import_module(f"{_module()}._api")
+    logging.raiseExceptions = complaining  # its import turns that off for the whole process
+    logger = logging.getLogger("nixl")  # which writes to stdout, where only results belong
+    logger.handlers.clear()
+    logger.propagate = True
+    logger.setLevel(logging.WARNING)
+    return api
+
+
+class NixlSession:
+    """One NIXL agent over UCX, and the host memory registered with it. Used by one thread."""
+
+    def __init__(self, name: str, *, progress_thread: bool) -> None:
+        """Start an agent; takes up to a second.
+
+        Raises:
+            ConfigError: NIXL is not installed, or cannot start here.
+        """
+        api = _api()
+        config = api.nixl_agent_config(enable_prog_thread=progress_thread, backends=[_BACKEND])
+        try:
+            self._agent: Any = api.nixl_agent(f"{name}-{token_hex(8)}", config)
+        except Exception as error:  # whatever its bindings raise
+            want = f"an agent that starts ({error!r})"
+            raise ConfigError(explain("transfer", "path", "nixl", want, _CURE)) from error
+        self._registered: dict[int, tuple[NDArray[np.uint8], Any]] = {}
+
+    def memory(self, size_bytes: int) -> NDArray[np.uint8]:
+        """Return registered memory, zeroed, which lives until `forget` or `close`."""
+        array = np.zeros(size_bytes, np.uint8)
+        registration = self._agent.register_memory([(address_of(array), size_bytes, 0, "")], "DRAM")
+        self._registered[id(array)] = array, registration
+        return array
+
+    def forget(self, array: NDArray[np.uint8]) -> None:
+        """Give registered memory up; no write from or into it may be under way."""
+        _, registration = self._registered.pop(id(array))
+        self._agent.deregister_memory(registration)
+
+    def describe(self, array: NDArray[np.uint8]) -> bytes:
+        """Return what a peer needs to write into `array`."""
+        _, registration = self._registered[id(array)]
+        described: bytes = self._agent.get_partial_agent_metadata(registration, True, [_BACKEND])
+        return described
+
+    def meet(self, described: bytes) -> str:
+        """Take what a peer's `describe` returned; return the name of its agent.
+
+        Raises:
+            RemoteProtocolError: it is not that.
+        """
+        try:
+            name = self._agent.add_remote_agent(described)
+        except Exception as error:
+            got, want = f"{len(described)} bytes", f"the metadata of a NIXL agent ({error!r})"
+            raise RemoteProtocolError(explain("ask", "landing", got, want, "run the same release of NIXL")) from error
+        return name.decode() if isinstance(name, bytes) else str(name)
+
+    def part(self, name: str) -> None:
+        """Forget a peer's agent."""
+        try:
+            self._agent.remove_remote_agent(name)
+        except Exception as error:
+            logging.getLogger(__name__).debug("agent %s was forgotten already: %r", name, error)
+
+    def write(self, name: str, source: NDArray[np.uint8], size_bytes: int, address: int) -> NixlWrite:
+        """Start to write the first bytes of `source` to `address` of the peer.
+
+        Raises:
+            LinkBrokenError: NIXL refuses.
+        """
+        try:
+            local = self._agent.get_xfer_descs([(address_of(source), size_bytes, 0)], "DRAM")
+            remote = self._agent.get_xfer_descs([(address, size_bytes, 0)], "DRAM")
+            handle = self._agent.initialize_xfer("WRITE", local, remote, name)
+            return NixlWrite(self._agent, handle, self._agent.transfer(handle))
+        except Exception as error:
+            raise LinkBrokenError(f"NIXL cannot write to {name}: {error!r}") from error
+
+    def close(self) -> None:
+        """Give everything up. Idempotent."""
+        for array, _ in list(self._registered.values()):
+            self.forget(array)
+        self._agent = None
+
+
+class NixlWrite:
+    """A write under way."""
+
+    def __init__(self, agent: Any, handle: Any, state: str) -> None:
+        self._agent, self._handle, self._state = agent, handle, state
+
+    def done(self) -> bool:
+        """Return whether the bytes are in the peer's memory.
+
+        Raises:
+            LinkBrokenError: they are not, and nothing reads or writes for this write any more.
+        """
+        if self._handle is None:
+            return self._state == "DONE"
+        try:
+            if self._state == "PROC":
+                self._state = self._agent.check_xfer_state(self._handle)
+            if self._state == "PROC":
+                return False
+            handle, self._handle = self._handle, None
+            handle.release()
+        except Exception as error:
+            self._handle, self._state = None, "ERR"
+            raise LinkBrokenError(f"a NIXL write failed: {error!r}") from error
+        if self._state != "DONE":
+            raise LinkBrokenError(f"a NIXL write ended with {self._state}")
+        return True
+
+
+def address_of(array: NDArray[np.uint8]) -> int:
+    """Return where the bytes of `array` begin."""
+    address: int = array.__array_interface__["data"][0]
+    return address
