@@ -6,8 +6,9 @@ announces it over the link once NIXL has reported the write complete. The link's
 notification announces it because it stays in order with the messages around it, the last word above all, and because
 it wakes a receiver that sleeps, where notifications would have to be polled for.
 
-The receiver's agent has NIXL's progress thread, so that transports which need the target's help work while it sleeps.
-The sender's has none: it polls while it has writes under way, which on few cores is twice as fast.
+No agent has NIXL's progress thread, which spins: it takes up to a core from the model for as long as the process lives,
+and on few cores it halves the rate. The sender polls while it has writes under way; the receiver, whose help is needed
+by connections and by transports without RDMA, does a little in every turn while requests are open.
 """
 
 from __future__ import annotations

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import count
+from typing import Final
 
 from transfer.carrier import ChunkSink, ChunkSource
 from transfer.carrier_nixl import NixlSink, NixlSource
@@ -17,6 +19,9 @@ from transfer.options import TransferOptions
 from transfer.staging import HostChunkPool
 from transfer.wire import MAX_PAYLOAD_BYTES
 from unikv.errors import LinkBrokenError, RemoteProtocolError, explain
+
+PROGRESS_S: Final = 0.0005
+"""Longest sleep of a rank whose peers write into berths of its own, while requests are open."""
 
 
 class SourceManager:
@@ -49,7 +54,7 @@ class SourceManager:
             LinkBrokenError: writes of the peer's former connection are still under way.
             ConfigError: NIXL does not start.
         """
-        if path is not PathKind.NIXL:
+        if path is not PathKind.NIXL or not landing:  # no berths: nothing will come, or it may come in messages
             return self._link
         self._let_go()
         if key in self._left:
@@ -105,7 +110,7 @@ class SourceManager:
 
     def _open(self) -> tuple[NixlSession, HostChunkPool]:
         if self._session is None or self._registered is None:
-            self._session = session = NixlSession(self._name, progress_thread=False)
+            self._session = session = NixlSession(self._name)
             self._registered = HostChunkPool(
                 chunks=self._options.staging_chunks,
                 chunk_bytes=_chunk_bytes(self._options),
@@ -133,10 +138,20 @@ class SinkManager:
         if peer.path is not PathKind.NIXL or not peer.program.pairs:
             return b""
         if peer.key not in self._sinks:
-            self._session = self._session or NixlSession(self._name, progress_thread=True)
+            self._session = self._session or NixlSession(self._name)
             largest = max(pair.page_bytes for pair in peer.program.pairs)
             self._sinks[peer.key] = NixlSink(self._session, max(_chunk_bytes(self._options), largest))
         return self._sinks[peer.key].landing
+
+    @property
+    def longest_sleep_s(self) -> float:
+        """How long the rank may sleep while requests are open."""
+        return PROGRESS_S if self._session is not None else math.inf
+
+    def progress(self) -> None:
+        """Do what peers need of us to write; to be called in every turn while requests are open."""
+        if self._session is not None:
+            self._session.progress()
 
     def read(self, chunk: Chunk, key: PeerKey) -> Chunk:
         """Return `chunk` with its bytes as payload, wherever they are.

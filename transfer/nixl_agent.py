@@ -15,6 +15,8 @@ from unikv.errors import ConfigError, LinkBrokenError, RemoteProtocolError, expl
 
 _MODULES: Final = ("nixl_cu13", "nixl_cu12", "nixl")
 _BACKEND: Final = "UCX"
+_PROGRESS_CALLS: Final = 8
+"""Calls of one turn: where data comes over TCP, each takes some more of it off the socket."""
 _CURE: Final = "pip install 'unikv[nixl]', or set transfer.path: auto"
 
 
@@ -52,14 +54,14 @@ def _api() -> Any:
 class NixlSession:
     """One NIXL agent over UCX, and the host memory registered with it. Used by one thread."""
 
-    def __init__(self, name: str, *, progress_thread: bool) -> None:
+    def __init__(self, name: str) -> None:
         """Start an agent; takes up to a second.
 
         Raises:
             ConfigError: NIXL is not installed, or cannot start here.
         """
         api = _api()
-        config = api.nixl_agent_config(enable_prog_thread=progress_thread, backends=[_BACKEND])
+        config = api.nixl_agent_config(enable_prog_thread=False, backends=[_BACKEND])
         try:
             self._agent: Any = api.nixl_agent(f"{name}-{token_hex(8)}", config)
         except Exception as error:  # whatever its bindings raise
@@ -118,6 +120,11 @@ class NixlSession:
             return NixlWrite(self._agent, handle, self._agent.transfer(handle))
         except Exception as error:
             raise LinkBrokenError(f"NIXL cannot write to {name}: {error!r}") from error
+
+    def progress(self) -> None:
+        """Give NIXL a chance to go on with what peers want of us."""
+        for _ in range(_PROGRESS_CALLS):
+            self._agent.get_new_notifs()
 
     def close(self) -> None:
         """Give everything up. Idempotent."""

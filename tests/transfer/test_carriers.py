@@ -28,7 +28,7 @@ class TestLinkCarrier(CarrierConformance):
 @needs_nixl
 class TestNixlCarrier(CarrierConformance):
     def make_ends(self, num_chunks: int, chunk_bytes: int) -> CarrierEnds:
-        ours, theirs = NixlSession("source", progress_thread=False), NixlSession("sink", progress_thread=True)
+        ours, theirs = NixlSession("source"), NixlSession("sink")
         self.stack = ExitStack()
         self.stack.callback(theirs.close)
         self.stack.callback(ours.close)
@@ -36,9 +36,12 @@ class TestNixlCarrier(CarrierConformance):
         sink = NixlSink(theirs, chunk_bytes)
         source = NixlSource(ours, pool, sink.landing, count(1))
         self.stack.callback(source.part)
-        return CarrierEnds(
-            source=source, sink=sink, pool=pool, poll=source.poll, vacate=source.vacate, lose=source.leave
-        )
+
+        def poll() -> bool:
+            theirs.progress()
+            return source.poll()
+
+        return CarrierEnds(source=source, sink=sink, pool=pool, poll=poll, vacate=source.vacate, lose=source.leave)
 
     def teardown_method(self) -> None:
         self.stack.close()
@@ -95,7 +98,7 @@ def test_a_landing_that_cannot_be_is_refused(changes: dict[str, object], says: s
 
 @needs_nixl
 def test_metadata_of_no_agent_is_refused(landing: bytes) -> None:
-    session = NixlSession("source", progress_thread=False)
+    session = NixlSession("source")
     with pytest.raises(RemoteProtocolError, match="the metadata of a NIXL agent"):
         NixlSource(session, HostChunkPool(chunks=1, chunk_bytes=16), landing, count(1))
     session.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +20,7 @@ from transfer.copy_host import HostCopier
 from transfer.exchange import MAX_REASON_BYTES, REMIND_S, Exchange
 from transfer.generation_engine import GenerationEngine
 from transfer.generation_peers import Registration
-from transfer.hello import ParallelPosition, PathKind, RankCard, Side
+from transfer.hello import CAPABILITY_NIXL, ParallelPosition, PathKind, RankCard, Side
 from transfer.link import PeerGone
 from transfer.link_memory import MemoryLink, MemoryNetwork
 from transfer.messages import (
@@ -40,6 +41,7 @@ from transfer.messages import (
     Reregister,
     StageTimes,
 )
+from transfer.nixl_agent import why_no_nixl
 from transfer.options import TransferOptions
 from transfer.outcome import TransferHandle
 from transfer.readiness import ReadinessManager
@@ -111,6 +113,8 @@ class World:
     ) -> Node:
         link, clock = self.network.link(address), Clock()
         rank = SmallRank(side, link.address, path=self.path, **fields)
+        if self.path is PathKind.NIXL:
+            rank.card = replace(rank.card, capabilities=(*rank.card.capabilities, CAPABILITY_NIXL))
         rank.card = edit(rank.card)
         settings = TransferOptions(**({"chunk_bytes": 1, "timeout_s": TIMEOUT_S} | (options or {})))
         engine = kind(link, rank.card, rank.regions, copier or HostCopier(), settings, clock)
@@ -121,14 +125,24 @@ class World:
         """A rank nobody has registered, that says what a test wants."""
         link = self.network.link()
         rank = SmallRank(side, link.address, path=self.path)
+        if self.path is PathKind.NIXL:
+            rank.card = replace(rank.card, capabilities=(*rank.card.capabilities, CAPABILITY_NIXL))
         self.spare.append(rank)
         return Exchange(link, rank.card)
 
     def settle(self, rounds: int = 60) -> None:
         """Let every engine run until all is said and done."""
-        for _ in range(rounds):
+        deadline_s = time.monotonic() + TIMEOUT_S
+        while rounds or (self._flying() and time.monotonic() < deadline_s):
+            rounds = max(0, rounds - 1)
             for node in self.nodes:
                 node.turn()
+
+    def _flying(self) -> bool:
+        """Whether a carrier that does its work by itself has not ended it."""
+        if self.path is not PathKind.NIXL:
+            return False
+        return any(node.turn() for node in self.nodes if isinstance(node.engine, ContextEngine))
 
     def connect(self, generation: Node, *contexts: Node) -> list[Registration]:
         pending = [generation.engine.register(context.address) for context in contexts]
@@ -156,7 +170,10 @@ class World:
             rank.close()
 
 
-@pytest.fixture(params=[PathKind.DIRECT, PathKind.ZMQ])
+NIXL = pytest.param(PathKind.NIXL, marks=pytest.mark.skipif(bool(why_no_nixl()), reason=why_no_nixl()))
+
+
+@pytest.fixture(params=[PathKind.DIRECT, PathKind.ZMQ, NIXL])
 def world(request: pytest.FixtureRequest) -> Iterator[World]:
     made = World(request.param)
     yield made
