@@ -168,11 +168,16 @@ class NixlSource:
         self.poll()
         return parcel
 
+    @property
+    def flying(self) -> int:
+        """Writes under way."""
+        return len(self._flying)
+
     def poll(self) -> bool:
-        """Announce what has arrived, in order; return whether writes are under way."""
+        """Announce what has arrived, in order; return whether a write is under way that somebody waits for."""
         while self._flying and self._ended(self._flying[0]):
             self._flying.popleft()
-        return bool(self._flying)
+        return any(parcel.wanted and parcel.error is None for parcel in self._flying)
 
     def vacate(self, serials: tuple[int, ...]) -> None:
         """The peer has read these berths; they may be written again.

@@ -87,19 +87,21 @@ class SourceManager:
             self._left[key] = source
 
     def poll(self) -> bool:
-        """Announce what has arrived; return whether anything is under way."""
+        """Announce what has arrived; return whether anything is under way that somebody waits for."""
         flying = False
         for _, source in self._sources.values():
             flying |= source.poll()
         return self._let_go() or flying
 
     def _let_go(self) -> bool:
-        """Forget who left and has nothing under way; return whether somebody has."""
+        """Forget who left and has nothing under way; return whether somebody waits for what is."""
+        wanted = False
         for key, source in list(self._left.items()):
-            if not source.poll():
+            wanted |= source.poll()
+            if not source.flying:
                 del self._left[key]
                 source.part()
-        return bool(self._left)
+        return wanted
 
     def close(self) -> None:
         """Give everything up."""
@@ -107,6 +109,7 @@ class SourceManager:
         self._left.clear()
         if self._session is not None:
             self._session.close()
+            self._session = self._registered = None
 
     def _open(self) -> tuple[NixlSession, HostChunkPool]:
         if self._session is None or self._registered is None:
@@ -149,7 +152,7 @@ class SinkManager:
         return PROGRESS_S if self._session is not None else math.inf
 
     def progress(self) -> None:
-        """Do what peers need of us to write; to be called in every turn while requests are open."""
+        """Do what peers need of us to write; to be called in every turn."""
         if self._session is not None:
             self._session.progress()
 
@@ -167,6 +170,7 @@ class SinkManager:
         self._sinks.clear()
         if self._session is not None:
             self._session.close()
+            self._session = None
 
 
 def _chunk_bytes(options: TransferOptions) -> int:

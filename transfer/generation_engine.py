@@ -149,9 +149,9 @@ class GenerationEngine:
 
     def turn(self, timeout_s: float) -> bool:
         """Handle what arrived, settle what has landed; return whether more work is runnable."""
+        self._sinks.progress()
         if self._requests:
             timeout_s = min(timeout_s, self._sinks.longest_sleep_s)
-            self._sinks.progress()
         self._exchange.events(timeout_s, self._on_message, self._door.gone)
         copying = self._look_after()
         self._watch_time(self._clock())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 from secrets import token_hex
@@ -68,6 +69,7 @@ class NixlSession:
             want = f"an agent that starts ({error!r})"
             raise ConfigError(explain("transfer", "path", "nixl", want, _CURE)) from error
         self._registered: dict[int, tuple[NDArray[np.uint8], Any]] = {}
+        self._writes: list[NixlWrite] = []
 
     def memory(self, size_bytes: int) -> NDArray[np.uint8]:
         """Return registered memory, zeroed, which lives until `forget` or `close`."""
@@ -117,9 +119,11 @@ class NixlSession:
             local = self._agent.get_xfer_descs([(address_of(source), size_bytes, 0)], "DRAM")
             remote = self._agent.get_xfer_descs([(address, size_bytes, 0)], "DRAM")
             handle = self._agent.initialize_xfer("WRITE", local, remote, name)
-            return NixlWrite(self._agent, handle, self._agent.transfer(handle))
+            write = NixlWrite(handle, self._agent.transfer(handle), self._agent.check_xfer_state)
         except Exception as error:
             raise LinkBrokenError(f"NIXL cannot write to {name}: {error!r}") from error
+        self._writes = [known for known in self._writes if known.open] + [write]
+        return write
 
     def progress(self) -> None:
         """Give NIXL a chance to go on with what peers want of us."""
@@ -127,7 +131,10 @@ class NixlSession:
             self._agent.get_new_notifs()
 
     def close(self) -> None:
-        """Give everything up. Idempotent."""
+        """Give everything up; writes under way are cancelled as far as that is possible. Idempotent."""
+        for write in self._writes:
+            write.abandon()
+        self._writes.clear()
         for array, _ in list(self._registered.values()):
             self.forget(array)
         self._agent = None
@@ -136,8 +143,13 @@ class NixlSession:
 class NixlWrite:
     """A write under way."""
 
-    def __init__(self, agent: Any, handle: Any, state: str) -> None:
-        self._agent, self._handle, self._state = agent, handle, state
+    def __init__(self, handle: Any, state: str, check: Callable[[Any], str]) -> None:
+        self._handle, self._state, self._check = handle, state, check
+
+    @property
+    def open(self) -> bool:
+        """Whether it is under way."""
+        return self._handle is not None
 
     def done(self) -> bool:
         """Return whether the bytes are in the peer's memory.
@@ -149,17 +161,34 @@ class NixlWrite:
             return self._state == "DONE"
         try:
             if self._state == "PROC":
-                self._state = self._agent.check_xfer_state(self._handle)
+                self._state = self._check(self._handle)
             if self._state == "PROC":
                 return False
-            handle, self._handle = self._handle, None
-            handle.release()
+            self._release()
         except Exception as error:
-            self._handle, self._state = None, "ERR"
+            self._state = "ERR"
+            self._release()
             raise LinkBrokenError(f"a NIXL write failed: {error!r}") from error
         if self._state != "DONE":
             raise LinkBrokenError(f"a NIXL write ended with {self._state}")
         return True
+
+    def abandon(self) -> None:
+        """Let go of it, whatever becomes of the bytes."""
+        self._state = "ERR"
+        self._release()
+
+    def _release(self) -> None:
+        handle, self._handle, self._check = self._handle, None, _nothing
+        try:
+            if handle is not None:
+                handle.release()
+        except Exception as error:
+            logging.getLogger(__name__).debug("a NIXL write was not released: %r", error)
+
+
+def _nothing(_handle: Any) -> str:
+    return "ERR"
 
 
 def address_of(array: NDArray[np.uint8]) -> int:
