@@ -97,11 +97,17 @@ class _OutgoingSession:
     """One address a link connected to: attempts to connect, then the connection, then nothing."""
 
     def __init__(
-        self, context: _Context, poller: zmq.Poller, address: str, routing_id: bytes, keys: CurveKeys | None
+        self,
+        context: _Context,
+        poller: zmq.Poller,
+        address: str,
+        routing_id: bytes,
+        keys: CurveKeys | None,
+        silence_s: float,
     ) -> None:
         self.address = address
         self._where, self._server_key = split_key(address)
-        self._keys = keys
+        self._keys, self._silence_s = keys, silence_s
         self.due_s = 0.0
         self.backlog: list[tuple[Sequence[Frame], TrackedTicket]] = []
         self._context, self._poller, self._routing_id = context, poller, routing_id
@@ -170,7 +176,8 @@ class _OutgoingSession:
         if reason := refusal(self._keys, self._server_key):
             return reason
         try:
-            self._dealer = _make_dealer(self._context, self._routing_id)
+            self._dealer = _make_dealer(self._context, self._routing_id, self._silence_s)
+            self._dealer.ipv6 = "[" in self._where
             if self._keys is not None:
                 self._dealer.curve_publickey, self._dealer.curve_secretkey = self._keys.public, self._keys.secret
                 self._dealer.curve_serverkey = self._server_key
@@ -215,6 +222,8 @@ class ZmqLink:
             for a name without a file. Anybody who reaches that address may send to us: keep to loopback, or to a
             network of trusted hosts.
         connect_timeout_s: how long to wait for a listener at an address.
+        advertise: host name or address to tell peers instead of the one in `bind`; the port is the same.
+        silence_s: a peer whose I/O thread has been silent for so long is gone; None for `HEARTBEAT_TIMEOUT_S`.
         context: a ZeroMQ context to share; None gives the link its own, which it terminates when it closes.
         curve: keys that authenticate and encrypt every connection, in and out; None leaves all of them open. A link
             with keys has a context of its own.
@@ -228,22 +237,27 @@ class ZmqLink:
         bind: str = "tcp://127.0.0.1:*",
         *,
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
+        advertise: str | None = None,
+        silence_s: float | None = None,
         context: _Context | None = None,
         curve: CurveKeys | None = None,
     ) -> None:
         if curve is not None and context is not None:
             raise LocalProtocolError(explain("link", "context", "shared", "None where there are keys", "leave it out"))
+        silence_s = HEARTBEAT_TIMEOUT_S if silence_s is None else silence_s
         bind, _ = split_key(bind)
         check_unused(bind)
         self._own_context = context is None
         self._context = zmq.Context() if context is None else context
         self._keys, self._gate_keeper = curve, None if curve is None else GateKeeperManager(self._context, curve)
         try:
-            self._router, where = _listen(self._context, bind, curve)
+            self._router, where = _listen(self._context, bind, curve, silence_s)
         except ConfigError:
             self._end_context()
             raise
-        self._address = where if curve is None else with_key(where, curve.public)
+        told = where if advertise is None else _with_host(where, advertise)
+        self._address = told if curve is None else with_key(told, curve.public)
+        self._silence_s = silence_s
         self._socket_file = SocketFileManager.of(where)
         self._connect_timeout_s = connect_timeout_s
         self._name = new_name()
@@ -281,7 +295,7 @@ class ZmqLink:
             return
         self._connections += 1
         routing_id = f"{self._name}.{self._connections}".encode()
-        outgoing = _OutgoingSession(self._context, self._poller, address, routing_id, self._keys)
+        outgoing = _OutgoingSession(self._context, self._poller, address, routing_id, self._keys, self._silence_s)
         outgoing.start(time.monotonic(), self._connect_timeout_s)
         self._outgoing[address] = outgoing
 
@@ -405,10 +419,11 @@ class ZmqLink:
             self._context.term()
 
 
-def _listen(context: _Context, bind: str, keys: CurveKeys | None) -> tuple[_Socket, str]:
+def _listen(context: _Context, bind: str, keys: CurveKeys | None, silence_s: float) -> tuple[_Socket, str]:
     """Return a listening ROUTER and the address it can be reached at."""
     router = context.socket(zmq.ROUTER)
-    _keep_alive(router)
+    _keep_alive(router, silence_s)
+    router.ipv6 = "[" in bind
     router.rcvhwm = RECEIVE_QUEUE_MESSAGES
     router.backlog = LISTEN_BACKLOG
     router.maxmsgsize = MAX_FRAME_BYTES if keys is None else MAX_FRAME_BYTES + CURVE_OVERHEAD_BYTES
@@ -427,9 +442,9 @@ def _listen(context: _Context, bind: str, keys: CurveKeys | None) -> tuple[_Sock
     return router, router.get_string(zmq.LAST_ENDPOINT)
 
 
-def _make_dealer(context: _Context, routing_id: bytes) -> _Socket:
+def _make_dealer(context: _Context, routing_id: bytes, silence_s: float) -> _Socket:
     dealer = context.socket(zmq.DEALER)
-    _keep_alive(dealer)
+    _keep_alive(dealer, silence_s)
     dealer.routing_id = routing_id
     dealer.reconnect_ivl = -1
     dealer.sndhwm = 0  # callers bound what they queue; a send never blocks
@@ -438,9 +453,14 @@ def _make_dealer(context: _Context, routing_id: bytes) -> _Socket:
     return dealer
 
 
-def _keep_alive(socket: _Socket) -> None:
+def _with_host(address: str, host: str) -> str:
+    shown = f"[{host}]" if ":" in host else host
+    return f"tcp://{shown}:{address.rpartition(':')[2]}"
+
+
+def _keep_alive(socket: _Socket, silence_s: float) -> None:
     socket.linger = 0
-    socket.heartbeat_ivl = int(HEARTBEAT_INTERVAL_S * 1000)
-    socket.heartbeat_timeout = int(HEARTBEAT_TIMEOUT_S * 1000)
-    socket.heartbeat_ttl = int(HEARTBEAT_TIMEOUT_S * 1000)
+    socket.heartbeat_ivl = max(1, min(int(HEARTBEAT_INTERVAL_S * 1000), int(silence_s * 1000 / 6)))
+    socket.heartbeat_timeout = int(silence_s * 1000)
+    socket.heartbeat_ttl = int(silence_s * 1000)
     socket.handshake_ivl = int(HANDSHAKE_TIMEOUT_S * 1000)
