@@ -31,7 +31,10 @@ def worker(  # noqa: PLR0913, PLR0917 - options of a command line
     side: Annotated[
         Side | None, typer.Option(help="Which half; default: torchrun's first ranks are context, the rest generation.")
     ] = None,
-    rank: Annotated[int | None, typer.Option(help="Flat rank in the side; default: told by torchrun's RANK.")] = None,
+    rank: Annotated[
+        int | None,
+        typer.Option(help="Flat rank; of instance i of n ranks: i * n + rank. Default: told by torchrun's RANK."),
+    ] = None,
     rendezvous: Annotated[
         str | None, typer.Option(metavar="tcp://HOST:PORT", help="Default: torchrun's MASTER_ADDR and MASTER_PORT.")
     ] = None,

@@ -10,6 +10,7 @@ from unikv.errors import ConfigError, explain
 from workers.config import PairConfig
 from workers.config_env import LaunchEnvironment, read_launch
 from workers.rendezvous import host_of
+from workers.routing import num_workers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +72,7 @@ def place_worker(
 
 def _place(pair: PairConfig, side: Side | None, launch: LaunchEnvironment) -> tuple[Side, int]:
     sides = tuple(Side) if side is None else (side,)
-    counts = [pair.side(each).parallel.world_size for each in sides]
+    counts = [num_workers(pair.side(each)) for each in sides]
     if launch.world_size != sum(counts):
         want = " + ".join(f"{count} {each}" for each, count in zip(sides, counts, strict=True)) + " rank(s)"
         cure = "give torchrun as many processes in all (--nnodes x --nproc-per-node), or change parallel"

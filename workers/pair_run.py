@@ -19,7 +19,8 @@ from workers.config import PairConfig
 from workers.control import PathReport, Stop
 from workers.fleet import Death, FleetManager
 from workers.rendezvous import Rendezvous, host_of
-from workers.topology import check_device, dry_cards, positions
+from workers.routing import RouteManager, num_workers
+from workers.topology import check_device, dry_cards
 from workers.workload import Job, RequestRecord, WorkloadDriver
 
 ATTACH_S: Final = 120.0
@@ -58,6 +59,7 @@ class RunningPair:
     Attributes:
         fleet: the processes.
         client: the link to them.
+        routes: which of them serve which request; jobs without a route go where it is their turn.
     """
 
     def __init__(
@@ -80,7 +82,7 @@ class RunningPair:
         """
         judge(pair)
         self.pair = pair
-        self.ranks = {side: len(positions(pair.side(side))) for side in Side}
+        self.ranks = {side: num_workers(pair.side(side)) for side in Side}
         with ExitStack() as stack:
             meet = Rendezvous.reserve() if rendezvous_url is None else Rendezvous.join(rendezvous_url)
             rendezvous, ours = stack.enter_context(meet), rendezvous_url is None
@@ -94,11 +96,10 @@ class RunningPair:
                 rendezvous.open()  # takes a second, in which the workers come up
             self.client.attach(rendezvous, self.ranks, timeout_s=ATTACH_S, alive=self._check_alive)
             self._stack = stack.pop_all()
+        self.routes = RouteManager.of_pair(pair)
+        first_id = 1 if rendezvous_url is None else secrets.randbits(48) + 1
         self._workload = WorkloadDriver(
-            self.client,
-            self.ranks,
-            self.fleet.deaths,
-            first_id=1 if rendezvous_url is None else secrets.randbits(48) + 1,
+            self.client, self.ranks, self.fleet.deaths, routes=self.routes, first_id=first_id
         )
 
     @property

@@ -19,12 +19,12 @@ from unikv.cache_manager import UnifiedKVCacheManager
 from unikv.errors import ConfigError, explain
 from workers.addresses import ON_LOOPBACK, LinkAddress
 from workers.config import PairConfig, SideConfig
+from workers.routing import num_workers, place_of
 from workers.runner import Runner
 from workers.topology import (
     check_device,
     host_tier_options,
     pool_budget,
-    positions,
     rank_card,
     rank_specs,
     speculation_shape,
@@ -40,9 +40,9 @@ def check_rank(pair: PairConfig, side: Side, rank: int) -> None:
         ConfigError: no such rank, or a device this release cannot serve.
     """
     config = pair.side(side)
-    if not 0 <= rank < config.parallel.world_size:
-        want = f"in [0, {config.parallel.world_size})"
-        raise ConfigError(explain(f"{side} worker", "rank", rank, want, "match parallel in the pair file"))
+    if not 0 <= rank < num_workers(config):
+        want = f"in [0, {num_workers(config)})"
+        raise ConfigError(explain(f"{side} worker", "rank", rank, want, "match instances and parallel of the side"))
     check_device(config)
 
 
@@ -50,6 +50,7 @@ class RankRuntime:
     """What a worker process of either side owns. A context manager: leaving it frees everything.
 
     Attributes:
+        rank: number of the worker on its side: the flat rank inside its instance, behind those of earlier instances.
         manager: the rank's cache.
         card: what peers learn of it; its address is that of `transfer_link`.
         control: link to the caller; used by the worker's main thread only.
@@ -66,7 +67,8 @@ class RankRuntime:
         """
         check_rank(pair, side, rank)
         config = pair.side(side)
-        self.pair, self.side, self.position = pair, side, positions(config)[rank]
+        self.pair, self.side, self.rank = pair, side, rank
+        _, self.position = place_of(config, rank)
         self._address = address
         self._stack = ExitStack()
         try:
@@ -74,11 +76,6 @@ class RankRuntime:
         except BaseException:
             self._stack.close()
             raise
-
-    @property
-    def rank(self) -> int:
-        """Flat rank inside the instance."""
-        return self.position.rank
 
     def bind(self, runner: Runner) -> None:
         """Give `runner` the pages."""
@@ -125,6 +122,8 @@ class RankRuntime:
             kv_layout=config.kv_layout,
             speculation=speculation_shape(config),
             host_tier=host_tier_options(config),
+            cp_size=self.position.cp,
+            cp_rank=self.position.cp_rank,
         )
         self._stack.callback(self.manager.close)
         _log.info("%s rank %d: cache of %d bytes", self.side, self.rank, self._pool_bytes())

@@ -14,6 +14,7 @@ from workers.context import ContextWorker
 from workers.generation import GenerationWorker
 from workers.rank_runtime import RankRuntime, check_rank
 from workers.rendezvous import Rendezvous, host_of
+from workers.routing import place_of
 from workers.runner import Runner
 from workers.runner_pattern import PatternRunner
 
@@ -47,7 +48,8 @@ def run_worker(
         meet = Rendezvous.serve if serve else Rendezvous.join
         rendezvous = stack.enter_context(meet(rendezvous_url))
         runner = make_runner(pair, side)
-        runtime = stack.enter_context(RankRuntime(pair, side, rank, instance=f"{side}-0", address=address))
+        instance, _ = place_of(pair.side(side), rank)
+        runtime = stack.enter_context(RankRuntime(pair, side, rank, instance=f"{side}-{instance}", address=address))
         runtime.bind(runner)
         if side is Side.CONTEXT:
             context = ContextWorker(runtime, runner, rendezvous)
@@ -66,4 +68,4 @@ def make_runner(pair: PairConfig, side: Side) -> Runner:
 
         _log.info("loading %s", pair.runner.model)
         return ModelRunner(load_runner(pair.runner, pair.side(side)), chunk_tokens=pair.runner.chunk_tokens)
-    return PatternRunner()
+    return PatternRunner(pad_rows=pair.runner.pad_rows)

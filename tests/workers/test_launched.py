@@ -67,15 +67,15 @@ def test_workers_listen_on_loopback_unless_told_otherwise() -> None:
 
 
 def test_loopback_will_not_do_for_several_hosts() -> None:
-    with pytest.raises(ConfigError, match="one that other hosts reach.*transfer.listen"):
+    with pytest.raises(ConfigError, match=r"one that other hosts reach.*transfer.listen"):
         choose_address("localhost", several_hosts=True)
 
 
 def test_a_listen_that_is_nothing_of_this_host_is_refused_with_what_there_is() -> None:
-    with pytest.raises(ConfigError, match="192.0.2.1.*interfaces: .*lo"):
+    with pytest.raises(ConfigError, match=r"192\.0\.2\.1.*interfaces: .*lo"):
         choose_address("127.0.0.1", listen="192.0.2.1")
 
 
 def test_listening_everywhere_needs_an_address_to_tell() -> None:
-    with pytest.raises(ConfigError, match="transfer.advertise"):
+    with pytest.raises(ConfigError, match=r"transfer\.advertise"):
         choose_address("127.0.0.1", listen="0.0.0.0")

@@ -1,4 +1,4 @@
-"""Two network and process namespaces joined by a cable are two hosts to the workers: they find, use and lose each other."""
+"""Two network and process namespaces joined by a cable: the workers find, use and lose each other."""
 
 from __future__ import annotations
 

@@ -482,7 +482,7 @@ def run() -> Iterator[Callable[..., int]]:
 def test_a_rank_that_does_not_exist_is_refused(run: Callable[..., int], tiny_pair: Callable[..., PairConfig]) -> None:
     with (
         Rendezvous.serve() as host,
-        pytest.raises(ConfigError, match=r"context worker: rank is 7, expected in \[0, 2\); match parallel"),
+        pytest.raises(ConfigError, match=r"worker: rank is 7, expected in \[0, 2\); match instances and parallel"),
     ):
         run(tiny_pair(context__parallel={"tp": 2}), Side.CONTEXT, 7, host.url, serve=False)
 
