@@ -34,12 +34,14 @@ class BenchRequest:
         source: pair file or preset.
         overrides, case: as in `load_pair`; without a case every case of the file's matrix runs.
         log_dir: where worker logs go; None for a temporary directory.
+        rendezvous_url: where workers that others started are announced; None starts workers here.
     """
 
     source: str
     overrides: tuple[str, ...] = ()
     case: str | None = None
     log_dir: Path | None = None
+    rendezvous_url: str | None = None
 
     def arguments(self, case: str | None, extra: Sequence[str] = ()) -> list[str]:
         """Return the worker's command-line arguments that name the same pair."""
@@ -70,7 +72,8 @@ def run_pair(
         progress(title, finished, len(jobs))
 
     log_dir = request.log_dir / _folder_name(title) if request.log_dir else None
-    with RunningPair(pair, request.arguments(name, extra), log_dir=log_dir) as running:
+    arguments, url = request.arguments(name, extra), request.rendezvous_url
+    with RunningPair(pair, arguments, log_dir=log_dir, rendezvous_url=url) as running:
         run = running.run(jobs, on_finished)
     return replace(run, deaths=(*run.deaths, *running.fleet.unclean()))
 

@@ -86,6 +86,10 @@ class TransferConfig(Section):
     Attributes:
         layer_bands: 0 moves a prompt's pages when all of it is computed; from 1 on they leave while it is computed, in
             so many bands of layers, and chunk by chunk.
+        listen: interface, address or name of a host where its links listen; None: loopback, or where the rendezvous is
+            on a network the interface that leads there.
+        advertise: name or address that peers are told instead.
+        peer_silence_s: a peer that has been silent for so long is gone, as after a cut cable.
     """
 
     path: Annotated[PathKind, named(PathKind)] = PathKind.AUTO
@@ -96,6 +100,9 @@ class TransferConfig(Section):
     timeout_s: Seconds = 60.0
     layer_bands: Annotated[int, Field(ge=0, le=1024)] = 0
     curve: CurveConfig | None = None
+    listen: Text | None = None
+    advertise: Text | None = None
+    peer_silence_s: Annotated[Seconds, Field(le=6000)] = 30.0
 
     def curve_keys(self) -> CurveKeys | None:
         """Return the keys of every link, None where links are open. Raises ConfigError as `CurveConfig.load`."""

@@ -11,11 +11,13 @@ from transfer.context_endpoint import ContextEndpoint
 from transfer.copy_host import HostCopier
 from transfer.generation_endpoint import GenerationEndpoint
 from transfer.hello import MemoryExport, RankCard, Side
+from transfer.link_curve import CurveKeys
 from transfer.link_zmq import ZmqLink
 from transfer.paths import Regions
 from transfer.peer_memory import local_regions, own_host_identity
 from unikv.cache_manager import UnifiedKVCacheManager
 from unikv.errors import ConfigError, explain
+from workers.addresses import ON_LOOPBACK, LinkAddress
 from workers.config import PairConfig, SideConfig
 from workers.routing import num_workers, place_of
 from workers.runner import Runner
@@ -55,7 +57,9 @@ class RankRuntime:
         transfer_link: handed over to the endpoint, which closes it.
     """
 
-    def __init__(self, pair: PairConfig, side: Side, rank: int, *, instance: str) -> None:
+    def __init__(
+        self, pair: PairConfig, side: Side, rank: int, *, instance: str, address: LinkAddress = ON_LOOPBACK
+    ) -> None:
         """Bring up the rank; on failure at any step what exists is taken down and the error goes on.
 
         Raises:
@@ -65,6 +69,7 @@ class RankRuntime:
         config = pair.side(side)
         self.pair, self.side, self.rank = pair, side, rank
         _, self.position = place_of(config, rank)
+        self._address = address
         self._stack = ExitStack()
         try:
             self._bring_up(config, instance)
@@ -123,11 +128,15 @@ class RankRuntime:
         self._stack.callback(self.manager.close)
         _log.info("%s rank %d: cache of %d bytes", self.side, self.rank, self._pool_bytes())
         keys = self.pair.transfer.curve_keys()
-        self.control = ZmqLink(curve=keys)
+        self.control = self._listen(keys)
         self._stack.callback(self.control.close)
-        self.transfer_link = ZmqLink(curve=keys)
+        self.transfer_link = self._listen(keys)
         self._stack.callback(self.transfer_link.close)
         self.card = self._describe(instance)
+
+    def _listen(self, keys: CurveKeys | None) -> ZmqLink:
+        silence_s = self.pair.transfer.peer_silence_s
+        return ZmqLink(self._address.bind, advertise=self._address.advertise, curve=keys, silence_s=silence_s)
 
     def _describe(self, instance: str) -> RankCard:
         exports = [

@@ -8,11 +8,12 @@ from contextlib import ExitStack
 from typing import Final
 
 from transfer.hello import Side
+from workers.addresses import choose_address
 from workers.config import HFRunnerConfig, PairConfig
 from workers.context import ContextWorker
 from workers.generation import GenerationWorker
 from workers.rank_runtime import RankRuntime, check_rank
-from workers.rendezvous import Rendezvous
+from workers.rendezvous import Rendezvous, host_of
 from workers.routing import place_of
 from workers.runner import Runner
 from workers.runner_pattern import PatternRunner
@@ -23,8 +24,14 @@ SWITCH_INTERVAL_S: Final = 0.0002
 """How long the model's Python code may keep the transfer's thread waiting; the default, 5 ms, is longer than a copy."""
 
 
-def run_worker(pair: PairConfig, side: Side, rank: int, rendezvous_url: str, *, serve: bool) -> int:
+def run_worker(
+    pair: PairConfig, side: Side, rank: int, rendezvous_url: str, *, serve: bool, several_hosts: bool = False
+) -> int:
     """Bring one rank up, serve until told to end, take it down; return the process's exit code.
+
+    Args:
+        serve: host the rendezvous in this process.
+        several_hosts: peers are known to run on other hosts, so that a loopback address is a mistake.
 
     Raises:
         ConfigError: the pair file does not fit the model, the rank or this machine.
@@ -33,12 +40,16 @@ def run_worker(pair: PairConfig, side: Side, rank: int, rendezvous_url: str, *, 
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     check_rank(pair, side, rank)
+    transfer = pair.transfer
+    address = choose_address(
+        host_of(rendezvous_url), listen=transfer.listen, advertise=transfer.advertise, several_hosts=several_hosts
+    )
     with ExitStack() as stack:
         meet = Rendezvous.serve if serve else Rendezvous.join
         rendezvous = stack.enter_context(meet(rendezvous_url))
         runner = make_runner(pair, side)
         instance, _ = place_of(pair.side(side), rank)
-        runtime = stack.enter_context(RankRuntime(pair, side, rank, instance=f"{side}-{instance}"))
+        runtime = stack.enter_context(RankRuntime(pair, side, rank, instance=f"{side}-{instance}", address=address))
         runtime.bind(runner)
         if side is Side.CONTEXT:
             context = ContextWorker(runtime, runner, rendezvous)
