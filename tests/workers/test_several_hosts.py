@@ -49,13 +49,28 @@ class TwoHosts:
         """Take the cable away, in silence: neither end is told."""
         ip("-n", self.names[0], "link", "set", "cable", "down")
 
+    def mend(self) -> None:
+        """Put the cable back."""
+        ip("-n", self.names[0], "link", "set", "cable", "up")
+
+    def slow_down(self, rate: str, delay: str) -> str:
+        """Limit what leaves either host, and delay it where this kernel can; return how."""
+        ways = (["netem", "delay", delay, "rate", rate], ["tbf", "rate", rate, "burst", "128kb", "latency", "200ms"])
+        for way in ways:
+            commands = [["tc", "-n", name, "qdisc", "replace", "dev", "cable", "root", *way] for name in self.names]
+            if all(subprocess.run(words, capture_output=True, check=False).returncode == 0 for words in commands):
+                return way[0]
+        pytest.skip("this kernel shapes no traffic")
+
     def close(self) -> None:
         self._stack.close()
 
 
 def end(process: subprocess.Popen[str]) -> None:
     process.kill()
-    process.communicate()
+    process.wait()
+    if process.stdout is not None:
+        process.stdout.close()
 
 
 def ip(*words: str) -> None:
@@ -139,7 +154,7 @@ def test_a_cut_cable_fails_what_was_under_way_with_a_reason(
         transfer__timeout_s=5,
         workload={"requests": 5000, "prompt_tokens": [100, 100], "output_tokens": 1, "concurrency": 4},
     )
-    start_workers(hosts, pair)
+    workers = start_workers(hosts, pair)
     words = ["bench", pair, "--rendezvous", f"tcp://{HERE}:{PORT}", "--json", str(tmp_path / "result.json")]
     caller = hosts.start(0, *words)
     assert caller.stdout is not None
@@ -152,6 +167,39 @@ def test_a_cut_cable_fails_what_was_under_way_with_a_reason(
     failed = [request for request in result["requests"] if request["error"]]
     assert failed and all(request["verified"] != bool(request["error"]) for request in result["requests"]), output
     assert any("gone" in request["error"] for request in failed)
+    for worker in workers:
+        worker.kill()
+        assert "is gone: the connection is lost" in worker.communicate()[0]
+    hosts.mend()
+    pair = write_pair(transfer__path="auto")
+    start_workers(hosts, pair)
+    code, output, result = bench(hosts, pair, tmp_path / "again.json")
+    assert code == 0 and result["summary"]["verified"] == 4, output
+
+
+RATE_BYTES_S = 25_000_000
+WIDE: dict[str, Any] = {
+    "model__max_seq_len": 4096,
+    "model__layers": [{"count": 2, "owner": "target", "kv_heads": 8, "head_dim": 64, "dtype": "float16"}],
+    "speculative": None,
+    "context__pool": {"pages": 1500},
+    "generation__pool": {"pages": 1500},
+    "workload": {"requests": 8, "prompt_tokens": [2000, 2000], "output_tokens": 1, "concurrency": 4},
+}
+"""Requests of 8 MB: a slow cable takes a third of a second for each."""
+
+
+def test_a_slow_cable_is_kept_full(hosts: TwoHosts, write_pair: Callable[..., str], tmp_path: Path) -> None:
+    pair = write_pair(transfer__path="zmq", **WIDE)
+    hosts.slow_down("200mbit", "20ms")
+    start_workers(hosts, pair)
+    code, output, result = bench(hosts, pair, tmp_path / "result.json")
+    assert code == 0, output
+    assert result["summary"]["verified"] == 8
+    moved = sum(request["bytes"] for request in result["requests"])
+    busy_s = sum(request["stages"]["move_s"] for request in result["requests"])  # one move after the other
+    print(f"{moved / busy_s / RATE_BYTES_S:.2f} of the cable's rate")
+    assert moved / busy_s > 0.6 * RATE_BYTES_S
 
 
 def wait_for_traffic(hosts: TwoHosts) -> None:
