@@ -7,10 +7,13 @@ import sys
 from contextlib import ExitStack
 from typing import Final
 
+from transfer.gate import require_compatible
+from transfer.gate_report import DraftKV, Verdict
 from transfer.hello import Side
 from workers.addresses import choose_address
 from workers.config import HFRunnerConfig, PairConfig
 from workers.context import ContextWorker
+from workers.dry_pair import judge
 from workers.generation import GenerationWorker
 from workers.rank_runtime import RankRuntime, check_rank
 from workers.rendezvous import Rendezvous, host_of
@@ -35,11 +38,13 @@ def run_worker(
 
     Raises:
         ConfigError: the pair file does not fit the model, the rank or this machine.
-        IncompatiblePeerError: the gate refused the context instance (generation side).
+        IncompatiblePeerError: the gate refuses the two sides of the pair file, or (generation side) what the context
+            instance really is.
         LinkBrokenError: the rendezvous or a peer does not answer.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     check_rank(pair, side, rank)
+    _judge(pair, side)
     transfer = pair.transfer
     address = choose_address(
         host_of(rendezvous_url), listen=transfer.listen, advertise=transfer.advertise, several_hosts=several_hosts
@@ -59,6 +64,19 @@ def run_worker(
         stack.callback(generation.close)
         generation.connect()
         return generation.run()
+
+
+def _judge(pair: PairConfig, side: Side) -> None:
+    """Refuse at start what could only be refused on meeting; say once if draft KV was wanted and stays.
+
+    Raises:
+        IncompatiblePeerError: the text has every failed check.
+    """
+    report = judge(pair)
+    require_compatible(report)
+    reasons = [check.reason for check in report.checks if check.scope == "draft" and check.verdict is Verdict.FALLBACK]
+    if side is Side.CONTEXT and report.draft_kv is DraftKV.OFF and reasons:
+        _log.warning("draft KV does not travel: %s", "; ".join(dict.fromkeys(filter(None, reasons))))
 
 
 def make_runner(pair: PairConfig, side: Side) -> Runner:
