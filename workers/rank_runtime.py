@@ -71,6 +71,7 @@ class RankRuntime:
         _, self.position = place_of(config, rank)
         self._address = address
         self._stack = ExitStack()
+        self._endpoint: ContextEndpoint | GenerationEndpoint | None = None
         try:
             self._bring_up(config, instance)
         except BaseException:
@@ -83,7 +84,7 @@ class RankRuntime:
 
     def context_endpoint(self, on_change: Callable[[], None]) -> ContextEndpoint:
         """Start our endpoint of the context side; it owns the transfer link from now on."""
-        return ContextEndpoint(
+        self._endpoint = endpoint = ContextEndpoint(
             self.card,
             link=self.transfer_link,
             regions=self._regions(),
@@ -91,10 +92,11 @@ class RankRuntime:
             options=self.pair.transfer.options(),
             on_change=on_change,
         )
+        return endpoint
 
     def generation_endpoint(self, on_change: Callable[[], None]) -> GenerationEndpoint:
         """Start our endpoint of the generation side; it owns the transfer link from now on."""
-        return GenerationEndpoint(
+        self._endpoint = endpoint = GenerationEndpoint(
             self.card,
             link=self.transfer_link,
             regions=self._regions(),
@@ -102,9 +104,17 @@ class RankRuntime:
             options=self.pair.transfer.options(),
             on_change=on_change,
         )
+        return endpoint
 
     def close(self) -> None:
-        """Free links and memory, the links first. The cache's requests must be closed. Idempotent."""
+        """Free links and memory, the links first. The cache's requests must be closed. Idempotent.
+
+        Where the endpoint's thread does not end, link and memory are its own until the process ends.
+        """
+        endpoint, self._endpoint = self._endpoint, None
+        if endpoint is not None and not endpoint.ended:
+            _log.error("%s rank %d: the transfer's thread does not end; its memory stays", self.side, self.rank)
+            self._stack.pop_all()
         self._stack.close()
 
     def __enter__(self) -> RankRuntime:
