@@ -242,7 +242,7 @@ class Sessions(RuleBasedStateMachine):
         number=NUMBER,
         side=SIDE,
         fault=st.sampled_from([Fault.DROP, Fault.DUPLICATE, Fault.HOLD, Fault.CUT]),
-        passing=st.integers(0, 2),
+        passing=st.integers(0, 4),
     )
     def disturb_messages(self, number: int, side: Side, fault: Fault, passing: int) -> None:
         self.pick(side, number).messages.arm(*[Fault.PASS] * passing, fault)
