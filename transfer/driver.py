@@ -19,6 +19,8 @@ from unikv.errors import InternalError, LinkClosedError, LocalProtocolError, exp
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
+END_S: Final = 10.0
+"""How long the thread may take to end its last turn once it was told to; a turn is short, a busy machine slow."""
 IDLE_POLL_S: Final = 0.05
 """Longest wait for a message: also how late a deadline or the death of a peer's process can be noticed."""
 
@@ -139,8 +141,13 @@ class TransferDriver:
                 self._drain(reason, drain_s)
                 self._closing.set()
                 self._engine.link.wake()
-            self._thread.join(timeout=max(drain_s, IDLE_POLL_S))
-            return not self._thread.is_alive() and self._failure is None and self._engine.drained()
+            self._thread.join(timeout=max(drain_s, END_S))
+            return self.ended and self._failure is None and self._engine.drained()
+
+    @property
+    def ended(self) -> bool:
+        """Whether the thread is gone: nothing of the engine touches its link or its memory any more."""
+        return not self._thread.is_alive()
 
     def _drain(self, reason: str, drain_s: float) -> None:
         deadline_s = time.monotonic() + drain_s

@@ -161,6 +161,11 @@ class GenerationEndpoint:
         """Cancel what is open, wait for peers to let go, free everything; True when all did. Idempotent."""
         return self._driver.close(reason, drain_s=drain_s)
 
+    @property
+    def ended(self) -> bool:
+        """Whether our thread is gone: only then may the link's and the pools' memory go."""
+        return self._driver.ended
+
     def __enter__(self) -> Self:
         return self
 

@@ -55,14 +55,18 @@ def _api() -> Any:
 class NixlSession:
     """One NIXL agent over UCX, and the host memory registered with it. Used by one thread."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, progress_thread: bool = False) -> None:
         """Start an agent; takes up to a second.
+
+        Args:
+            name: for logs; a random suffix makes it unique.
+            progress_thread: whether NIXL works in a thread of its own, which spins.
 
         Raises:
             ConfigError: NIXL is not installed, or cannot start here.
         """
         api = _api()
-        config = api.nixl_agent_config(enable_prog_thread=False, backends=[_BACKEND])
+        config = api.nixl_agent_config(enable_prog_thread=progress_thread, backends=[_BACKEND])
         try:
             self._agent: Any = api.nixl_agent(f"{name}-{token_hex(8)}", config)
         except Exception as error:  # whatever its bindings raise
@@ -115,9 +119,22 @@ class NixlSession:
         Raises:
             LinkBrokenError: NIXL refuses.
         """
+        runs = [np.array([[start, size_bytes, 0]], np.uint64) for start in (address_of(source), address)]
+        return self.write_runs(name, runs[0], runs[1])
+
+    def write_runs(self, name: str, source: NDArray[np.uint64], target: NDArray[np.uint64]) -> NixlWrite:
+        """Start to write many runs with one request.
+
+        Args:
+            name: the peer's agent.
+            source, target: ``[run, (address, bytes, 0)]`` here and there, in registered memory.
+
+        Raises:
+            LinkBrokenError: NIXL refuses.
+        """
         try:
-            local = self._agent.get_xfer_descs([(address_of(source), size_bytes, 0)], "DRAM")
-            remote = self._agent.get_xfer_descs([(address, size_bytes, 0)], "DRAM")
+            local = self._agent.get_xfer_descs(source, "DRAM")
+            remote = self._agent.get_xfer_descs(target, "DRAM")
             handle = self._agent.initialize_xfer("WRITE", local, remote, name)
             write = NixlWrite(handle, self._agent.transfer(handle), self._agent.check_xfer_state)
         except Exception as error:

@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
-from unikv.errors import LinkBrokenError
+from unikv.errors import ConfigError, LinkBrokenError, explain
 from workers.bench_case import (
     FLOOR_ALTERNATING,
     BenchRequest,
@@ -45,6 +45,10 @@ def run_bench(request: BenchRequest, progress: Progress) -> dict[str, Any]:
     whole = load_pair(request.source, overrides=request.overrides, case=request.case)
     names: Sequence[str | None] = [request.case] if request.case else pair_cases(whole) or [None]
     pairs = [load_pair(request.source, overrides=request.overrides, case=name) for name in names]
+    if request.rendezvous_url is not None and (len(pairs) > 1 or isinstance(whole.runner, HFRunnerConfig)):
+        want = "a single case without a model: running workers serve one"
+        cure = "choose a case with --case, or leave --rendezvous out"
+        raise ConfigError(explain("bench", "pair", whole.name, want, cure))
     for pair in pairs:
         judge(pair)
     floor, cases = memcpy_gb_per_s(), []

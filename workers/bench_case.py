@@ -38,12 +38,14 @@ class BenchRequest:
         source: pair file or preset.
         overrides, case: as in `load_pair`; without a case every case of the file's matrix runs.
         log_dir: where worker logs go; None for a temporary directory.
+        rendezvous_url: where workers that others started are announced; None starts workers here.
     """
 
     source: str
     overrides: tuple[str, ...] = ()
     case: str | None = None
     log_dir: Path | None = None
+    rendezvous_url: str | None = None
 
     def arguments(self, case: str | None, extra: Sequence[str] = ()) -> list[str]:
         """Return the worker's command-line arguments that name the same pair."""
@@ -73,7 +75,8 @@ def run_pair(
         finished += 1
         progress(title, finished, len(jobs))
 
-    with RunningPair(pair, request.arguments(name, extra), log_dir=_log_dir(request, title)) as running:
+    arguments, log_dir = request.arguments(name, extra), _log_dir(request, title)
+    with RunningPair(pair, arguments, log_dir=log_dir, rendezvous_url=request.rendezvous_url) as running:
         run = running.run(jobs, on_finished)
     return replace(run, deaths=(*run.deaths, *running.fleet.unclean()))
 
@@ -89,7 +92,8 @@ def run_beside_floor(
     title, floor = name or pair.name, FloorSession()
     progress(title, 0, len(jobs))
     runs: list[PairRun] = []
-    with RunningPair(pair, request.arguments(name), log_dir=_log_dir(request, title)) as running:
+    arguments, log_dir = request.arguments(name), _log_dir(request, title)
+    with RunningPair(pair, arguments, log_dir=log_dir, rendezvous_url=request.rendezvous_url) as running:
         pids = tuple(worker.pid for worker in running.fleet.workers if worker.pid)
         wait_until_idle(pids)
         samples = [floor.sample()]

@@ -13,6 +13,7 @@ from transfer.link import PeerGone, Received
 from transfer.link_curve import CurveKeys
 from transfer.link_zmq import ZmqLink
 from unikv.errors import LinkBrokenError, RemoteProtocolError, explain
+from workers.addresses import ON_LOOPBACK, LinkAddress
 from workers.control import CODEC, Attach, ControlMessage, DecodeReport, PromptReport, Ready
 from workers.rendezvous import Rendezvous
 from workers.routing import WorkerName
@@ -33,14 +34,29 @@ class FleetClient:
     Args:
         owner: the workers are ours: they end when we go.
         curve: keys of the link; None where the workers' links have none.
+        address: where workers send their reports.
+        silence_s: a worker that has been silent for so long is gone; None for the link's own limit.
 
     Attributes:
         ready: what each attached worker said of itself.
     """
 
-    def __init__(self, *, owner: bool = True, curve: CurveKeys | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        owner: bool = True,
+        curve: CurveKeys | None = None,
+        address: LinkAddress = ON_LOOPBACK,
+        silence_s: float | None = None,
+    ) -> None:
         self._owner = owner
-        self._link = ZmqLink(connect_timeout_s=CONNECT_S, curve=curve)
+        self._link = ZmqLink(
+            address.bind,
+            advertise=address.advertise,
+            connect_timeout_s=CONNECT_S,
+            curve=curve,
+            silence_s=silence_s,
+        )
         self._incarnation = secrets.token_hex(16)
         self._addresses: dict[WorkerName, str] = {}
         self._gone: dict[WorkerName, str] = {}

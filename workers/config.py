@@ -87,6 +87,10 @@ class TransferConfig(Section):
         layer_bands: 0 moves a prompt's pages when all of it is computed; from 1 on they leave while it is computed, in
             so many bands of layers, and chunk by chunk.
         copy_threads: threads of one rank that share a copy between host pools; more than one helps where cores idle.
+        listen: interface, address or name of a host where its links listen; None: loopback, or where the rendezvous is
+            on a network the interface that leads there.
+        advertise: name or address that peers are told instead.
+        peer_silence_s: a peer that has been silent for so long is gone, as after a cut cable.
     """
 
     path: Annotated[PathKind, named(PathKind)] = PathKind.AUTO
@@ -98,6 +102,9 @@ class TransferConfig(Section):
     layer_bands: Annotated[int, Field(ge=0, le=1024)] = 0
     copy_threads: Annotated[int, Field(ge=1, le=64)] = 1
     curve: CurveConfig | None = None
+    listen: Text | None = None
+    advertise: Text | None = None
+    peer_silence_s: Annotated[Seconds, Field(le=6000)] = 30.0
 
     def curve_keys(self) -> CurveKeys | None:
         """Return the keys of every link, None where links are open. Raises ConfigError as `CurveConfig.load`."""
@@ -168,6 +175,7 @@ class WorkloadConfig(Section):
             sides reuse prefixes; 0: prompts are lengths only.
         cancel: None cancels nothing.
         local_below_tokens: without a model: shorter prompts are computed on the generation side, nothing moves.
+        rival: without a model: what else moves the longest prompt's pages for comparison.
         prompts: conversations, read already where the file named another file.
         tell_data_rank: tell generation ranks which data-parallel rank of the context side has a request; else they ask
             all of them.
@@ -179,6 +187,7 @@ class WorkloadConfig(Section):
         1000,
     )
     output_tokens: Count = 32
+    rival: Annotated[str, one_of("none", "nixl")] = "none"
     concurrency: Count = 4
     tell_data_rank: Flag = True
     shared_prefix_tokens: Amount = 0

@@ -9,7 +9,7 @@ from transfer.gate_report import DraftKV
 from transfer.generation_endpoint import ContextInstance
 from transfer.hello import Side
 from transfer.outcome import Outcome, TransferHandle
-from unikv.errors import CapacityError, InternalError, LocalProtocolError, explain
+from unikv.errors import CapacityError, InternalError, LocalProtocolError, RemoteProtocolError, explain
 from unikv.ids import GroupId, RequestId
 from unikv.layer_spec import LayerOwner
 from unikv.request import KVCacheRequest
@@ -250,10 +250,18 @@ class GenerationWorker(Worker[RunDecode]):
         return work.context_instance is None or self.draft_travels
 
     def _decode(self, receiving: _Receiving, outcome: Outcome) -> Decoded:
-        """Decode from the first token the context side sent; a pipeline stage without one has nothing to decode."""
+        """Decode from the first token the context side sent; a rank nobody sent anything has nothing to decode.
+
+        Raises:
+            RemoteProtocolError: the prompt came without its first token.
+        """
         work, aux = receiving.work, outcome.aux
-        if aux is None or not aux.first_tokens:
+        if aux is None and not outcome.legs:
             return Decoded()
+        if aux is None or not aux.first_tokens:
+            cure = "let the context side send what it sampled with the prompt's KV"
+            text = explain(f"request {work.request_id}", "first_tokens", "empty", "at least one token", cure)
+            raise RemoteProtocolError(text)
         draft_valid_from = 0 if self._has_draft(work) else work.prompt_tokens
         if work.context_instance is not None:
             self._mark_written(receiving)

@@ -12,12 +12,14 @@ from transfer.context_endpoint import ContextEndpoint
 from transfer.copy_host import HostCopier
 from transfer.generation_endpoint import GenerationEndpoint
 from transfer.hello import CAPABILITY_NIXL, MemoryExport, RankCard, Side
+from transfer.link_curve import CurveKeys
 from transfer.link_zmq import ZmqLink
 from transfer.nixl_agent import why_no_nixl
 from transfer.paths import Regions
 from transfer.peer_memory import local_regions, own_host_identity
 from unikv.cache_manager import UnifiedKVCacheManager
 from unikv.errors import ConfigError, explain
+from workers.addresses import ON_LOOPBACK, LinkAddress
 from workers.config import PairConfig, SideConfig
 from workers.routing import num_workers, place_of
 from workers.runner import Runner
@@ -59,7 +61,9 @@ class RankRuntime:
         transfer_link: handed over to the endpoint, which closes it.
     """
 
-    def __init__(self, pair: PairConfig, side: Side, rank: int, *, instance: str) -> None:
+    def __init__(
+        self, pair: PairConfig, side: Side, rank: int, *, instance: str, address: LinkAddress = ON_LOOPBACK
+    ) -> None:
         """Bring up the rank; on failure at any step what exists is taken down and the error goes on.
 
         Raises:
@@ -69,7 +73,9 @@ class RankRuntime:
         config = pair.side(side)
         self.pair, self.side, self.rank = pair, side, rank
         _, self.position = place_of(config, rank)
+        self._address = address
         self._stack = ExitStack()
+        self._endpoint: ContextEndpoint | GenerationEndpoint | None = None
         try:
             self._bring_up(config, instance)
         except BaseException:
@@ -82,7 +88,7 @@ class RankRuntime:
 
     def context_endpoint(self, on_change: Callable[[], None]) -> ContextEndpoint:
         """Start our endpoint of the context side; it owns the transfer link from now on."""
-        return ContextEndpoint(
+        self._endpoint = endpoint = ContextEndpoint(
             self.card,
             link=self.transfer_link,
             regions=self._regions(),
@@ -90,10 +96,11 @@ class RankRuntime:
             options=self.pair.transfer.options(),
             on_change=on_change,
         )
+        return endpoint
 
     def generation_endpoint(self, on_change: Callable[[], None]) -> GenerationEndpoint:
         """Start our endpoint of the generation side; it owns the transfer link from now on."""
-        return GenerationEndpoint(
+        self._endpoint = endpoint = GenerationEndpoint(
             self.card,
             link=self.transfer_link,
             regions=self._regions(),
@@ -101,9 +108,17 @@ class RankRuntime:
             options=self.pair.transfer.options(),
             on_change=on_change,
         )
+        return endpoint
 
     def close(self) -> None:
-        """Free links and memory, the links first. The cache's requests must be closed. Idempotent."""
+        """Free links and memory, the links first. The cache's requests must be closed. Idempotent.
+
+        Where the endpoint's thread does not end, link and memory are its own until the process ends.
+        """
+        endpoint, self._endpoint = self._endpoint, None
+        if endpoint is not None and not endpoint.ended:
+            _log.error("%s rank %d: the transfer's thread does not end; its memory stays", self.side, self.rank)
+            self._stack.pop_all()
         self._stack.close()
 
     def __enter__(self) -> RankRuntime:
@@ -127,11 +142,15 @@ class RankRuntime:
         self._stack.callback(self.manager.close)
         _log.info("%s rank %d: cache of %d bytes", self.side, self.rank, self._pool_bytes())
         keys = self.pair.transfer.curve_keys()
-        self.control = ZmqLink(curve=keys)
+        self.control = self._listen(keys)
         self._stack.callback(self.control.close)
-        self.transfer_link = ZmqLink(curve=keys)
+        self.transfer_link = self._listen(keys)
         self._stack.callback(self.transfer_link.close)
         self.card = self._describe(instance)
+
+    def _listen(self, keys: CurveKeys | None) -> ZmqLink:
+        silence_s = self.pair.transfer.peer_silence_s
+        return ZmqLink(self._address.bind, advertise=self._address.advertise, curve=keys, silence_s=silence_s)
 
     def _describe(self, instance: str) -> RankCard:
         exports = [
