@@ -28,10 +28,11 @@ from workers.config import HFRunnerConfig, PairConfig
 from workers.config_load import load_pair, pair_cases
 from workers.floors import memcpy_gb_per_s
 from workers.pair_run import judge
+from workers.rival_nixl import compare_with_nixl
 
 WARM_UPS: Final = 1
 """Requests of a pattern workload that run first and do not count: they fault pages in and fill lane caches."""
-_VERSIONS: Final = ("unikv", "torch", "numpy", "pyzmq", "msgpack", "transformers")
+_VERSIONS: Final = ("unikv", "torch", "numpy", "pyzmq", "msgpack", "transformers", "nixl-cu13")
 
 
 def run_bench(request: BenchRequest, progress: Progress) -> dict[str, Any]:
@@ -75,7 +76,11 @@ def _run_case(
         run = run_pair(request, pair, name, jobs, progress)
         return case_result(name or pair.name, pair, run, run.records[WARM_UPS:], floor)
     run, floors = run_beside_floor(request, pair, name, jobs, progress)
-    return case_result(name or pair.name, pair, run, run.records[WARM_UPS:], floors[WARM_UPS:])
+    case = case_result(name or pair.name, pair, run, run.records[WARM_UPS:], floors[WARM_UPS:])
+    if pair.workload.rival == "nixl" and case["ok"]:
+        progress(f"{case['name']}, NIXL alone", 0, 1)
+        case["nixl"] = compare_with_nixl(pair, case["summary"]["gb_per_s"]["median"])
+    return case
 
 
 def succeeded(result: dict[str, Any]) -> bool:

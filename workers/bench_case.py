@@ -98,7 +98,7 @@ def run_beside_floor(
         wait_until_idle(pids)
         samples = [floor.sample()]
         for job in jobs:
-            runs.append(running.run([job]))
+            runs.append(running.run([replace(job, hold=True)]))
             wait_until_idle(pids)
             samples.append(floor.sample())
             progress(title, len(runs), len(jobs))

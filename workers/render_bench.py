@@ -22,6 +22,8 @@ def print_result(console: Console, result: dict[str, Any]) -> None:
     if not with_model:
         console.print(_cases(result["cases"]))
     console.print(_totals(result))
+    if any("nixl" in case for case in result["cases"]):
+        console.print(_rival(result["cases"]))
     for line in _troubles(result):
         console.print(Text(line, style="red"))
 
@@ -65,6 +67,25 @@ def _cases(cases: Sequence[dict[str, Any]]) -> RenderableType:
             f"{1e3 * summary['latency_s']['p50']:.2f}",
             f"{1e3 * summary['latency_s']['p99']:.2f}",
         )
+    return table
+
+
+def _rival(cases: Sequence[dict[str, Any]]) -> RenderableType:
+    """Return NIXL's rates on the same pages: a descriptor per buffer of a layer, and per longest run."""
+    title = "NIXL alone on the same pages, one WRITE; the better of progress thread on and off"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0, pad_edge=False)
+    for name in ("case", "ours GB/s", "NIXL GB/s", "ours is", "merged runs GB/s", "ours is"):
+        table.add_column(name, justify="left" if name == "case" else "right", no_wrap=True)
+    for case in cases:
+        rival = case.get("nixl", {"absent": "not compared"})
+        ours = f"{case['summary']['gb_per_s']['median']:.2f}"
+        if rival["absent"]:
+            table.add_row(Text(case["name"]), ours, Text(rival["absent"]), "", "", "")
+        else:
+            rates = (f"{rival[key]['median']:.2f}" for key in ("gb_per_s", "merged_gb_per_s"))
+            ratios = (f"{rival[key]:.1f} x" for key in ("ratio", "merged_ratio"))
+            cells = [cell for pair in zip(rates, ratios, strict=True) for cell in pair]
+            table.add_row(Text(case["name"]), ours, *cells)
     return table
 
 
