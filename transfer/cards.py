@@ -45,6 +45,7 @@ def build_card(  # noqa: PLR0913 - a card states many facts, and each has one so
     host: HostIdentity | None = None,
     checksum: str = "off",
     layer_bands: int = 1,
+    reach: Sequence[str] = (),
 ) -> RankCard:
     """Return the card of one rank.
 
@@ -55,7 +56,7 @@ def build_card(  # noqa: PLR0913 - a card states many facts, and each has one so
         num_slots: slots per pool, the null slot included: one number for all layer groups, or one per group (groups of
             one pool group have the same).
         incarnation, instance, address, device, speculative, draft_kv, path, checksum, host,
-            layer_bands: as in `RankCard`.
+            layer_bands, reach: as in `RankCard`.
         num_target_layers, num_draft_layers: of the whole instance, not of this stage.
         exports: how peers map each storage, in the order of the storages; None where none can.
 
@@ -99,6 +100,7 @@ def build_card(  # noqa: PLR0913 - a card states many facts, and each has one so
         checksum=checksum,
         layer_bands=layer_bands,
         host=host,
+        reach=tuple(reach),
     )
 
 

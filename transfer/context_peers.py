@@ -123,7 +123,7 @@ class ContextPeers:
     def _open(self, card: RankCard, report: GateReport) -> GenerationPeer:
         program = compile_program(self._card, card, with_draft=report.draft_kv is not DraftKV.OFF)
         path, reason = choose_path(self._card, card)
-        memory = PeerMemory(card) if path is PathKind.DIRECT and program.lanes else None
+        memory = PeerMemory(card, device=self._card.device) if path is PathKind.DIRECT and program.lanes else None
         names = (self._card.rank, card.rank, path, reason, report.draft_kv)
         _log.info("context rank %d -> generation rank %d: path %s (%s), draft KV %s", *names)
         return GenerationPeer(card=card, program=program, lanes=lanes_by_pair(program), path=path, memory=memory)

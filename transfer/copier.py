@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from transfer.device_bytes import DeviceEvent
 from transfer.pages import PagePairs
 from transfer.plan import Lane
 
@@ -37,12 +38,17 @@ class CopyJob:
         lanes: lanes of one group pair.
         source, destination: region of every pool index the lanes name, on each side.
         pages: the page pairs to copy.
+        after: device events that must have happened before a byte is read; None: whatever was queued on the device's
+            default stream before. Copies on the host begin at once, so their source must be complete.
+
+    A copier may recognise lanes and mappings that it has seen by their identity: they are not changed once submitted.
     """
 
     lanes: Sequence[Lane]
     source: Mapping[int, Region]
     destination: Mapping[int, Region]
     pages: PagePairs
+    after: Sequence[DeviceEvent] | None = None
 
 
 class CopyTicket(Protocol):
