@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -74,3 +75,16 @@ class Copier(Protocol):
     def close(self) -> None:
         """Free what the copier holds. Submitted jobs must be done before."""
         ...
+
+
+def is_asynchronous(copier: Copier) -> bool:
+    """Return whether jobs of this copier run while its caller goes on; others are over when `submit` returns."""
+    return bool(getattr(copier, "asynchronous", False))
+
+
+def together(copier: Copier) -> AbstractContextManager[None]:
+    """Return a context in which an asynchronous copier collects jobs, to start them with as few launches as it can."""
+    if not is_asynchronous(copier):
+        return nullcontext()
+    joined: AbstractContextManager[None] = copier.together()  # type: ignore[attr-defined]
+    return joined

@@ -19,6 +19,13 @@ from unikv.errors import InternalError, LinkClosedError, LocalProtocolError, exp
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
+SPIN_S: Final = 0.0003
+"""How long a copy on a device is watched without a pause: most small ones are over by then."""
+NAP_S: Final = 0.00005
+NAPS_S: Final = 0.002
+"""For how long after that the pauses are this short; then they are a message's wait of a millisecond."""
+LONG_COPY_POLL_S: Final = 0.001
+
 IDLE_POLL_S: Final = 0.05
 """Longest wait for a message: also how late a deadline or the death of a peer's process can be noticed."""
 
@@ -30,6 +37,10 @@ class Engine(Protocol):
 
     def turn(self, timeout_s: float) -> bool:
         """Handle what arrived (waiting up to `timeout_s`), do one step of work; return whether more is waiting."""
+        ...
+
+    def copying(self) -> bool:
+        """Return whether copies run beside the engine; their end must be looked for, since nothing announces it."""
         ...
 
     def shut_down(self, reason: str) -> None:
@@ -152,11 +163,12 @@ class TransferDriver:
             _log.warning("transfer driver: shut down without draining: %s", error)
 
     def _run(self) -> None:
-        busy = False
+        busy, patience = False, _Patience()
         try:
             while not self._closing.is_set():
                 called = self._run_calls()  # a call may have made work that no event announces
-                busy = self._engine.turn(0.0 if busy or called else IDLE_POLL_S)
+                wait_s = patience.wait_s(busy=busy or called, copying=self._engine.copying())
+                busy = self._engine.turn(wait_s)
         except BaseException as error:
             self._failure = error
             _log.exception("transfer driver: the engine failed")
@@ -194,3 +206,25 @@ class TransferDriver:
         if threading.current_thread() is self._thread:
             cure = "use the endpoint from your own threads, not from a callback"
             raise LocalProtocolError(explain("transfer driver", f"thread of {what}", "its own", "another one", cure))
+
+
+class _Patience:
+    """How long a turn may wait for messages, and the pauses before it while copies run."""
+
+    def __init__(self) -> None:
+        self._watching_since_s = 0.0
+
+    def wait_s(self, *, busy: bool, copying: bool) -> float:
+        """Return the next turn's timeout; pause first where a copy has run for a while."""
+        if busy or not copying:
+            self._watching_since_s = 0.0
+            return 0.0 if busy else IDLE_POLL_S
+        now_s = time.monotonic()
+        self._watching_since_s = self._watching_since_s or now_s
+        watched_s = now_s - self._watching_since_s
+        if watched_s < SPIN_S:
+            return 0.0
+        if watched_s < NAPS_S:
+            time.sleep(NAP_S)
+            return 0.0
+        return LONG_COPY_POLL_S

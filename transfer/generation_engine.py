@@ -59,6 +59,7 @@ class GenerationEngine:
         self._door = GenerationDoor(self._exchange, card, self)
         self._leads = card.position.leads_group
         self._shutting_down = ""
+        self._copying = False
 
     # --- called between turns -------------------------------------------------------------------------------------
 
@@ -142,12 +143,16 @@ class GenerationEngine:
     def turn(self, timeout_s: float) -> bool:
         """Handle what arrived, settle what has landed; return whether more work is runnable."""
         self._exchange.events(timeout_s, self._on_message, self._door.gone)
-        now_s, copying = self._clock(), False
+        now_s, self._copying = self._clock(), False
         for request in list(self._requests.values()):
-            copying |= self._work.look_after(request)
+            self._copying |= self._work.look_after(request)
             self._work.do(request, partial(request.session.tick, now_s))
         self._door.watch()
-        return copying
+        return False
+
+    def copying(self) -> bool:
+        """Return whether copies of ours run beside us."""
+        return self._copying
 
     def _on_message(self, envelope: Envelope) -> None:
         message, key = envelope.message, (envelope.incarnation, envelope.rank)

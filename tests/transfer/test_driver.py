@@ -35,6 +35,9 @@ class ScriptedEngine:
         self.on_turn()
         return False
 
+    def copying(self) -> bool:
+        return False
+
     def shut_down(self, reason: str) -> None:
         self.told.append(f"shut down: {reason}")
 
