@@ -124,9 +124,7 @@ def _folded(lane: Lane) -> tuple[Rows, Rows]:
     outer, inner = lane.outer, lane.inner
     if inner.count == 1:
         return inner, outer
-    goes_on = (
-        outer.src_stride == inner.count * inner.src_stride and outer.dst_stride == inner.count * inner.dst_stride
-    )
+    goes_on = outer.src_stride == inner.count * inner.src_stride and outer.dst_stride == inner.count * inner.dst_stride
     if outer.count > 1 and goes_on:
         joined = Rows(count=outer.count * inner.count, src_stride=inner.src_stride, dst_stride=inner.dst_stride)
         return Rows(count=1, src_stride=0, dst_stride=0), joined

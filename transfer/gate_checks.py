@@ -35,9 +35,8 @@ def why_not_direct(context: HeaderFacts, generation: HeaderFacts) -> str:
         return "the ranks use different kinds of device"
     if not generation.exported:
         return "the generation rank does not export its memory"
-    if not set(generation.memory_devices) <= set(context.reach):
-        return "the context rank's GPU has no peer access to the generation rank's"
-    return ""
+    apart = not set(generation.memory_devices) <= set(context.reach)
+    return "the context rank's GPU has no peer access to the generation rank's" if apart else ""
 
 
 def _equal(name: str, text: HeaderText, cure: str, *, rule: Rule = Rule.TARGET, scope: str = "instance") -> HeaderCheck:

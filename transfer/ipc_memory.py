@@ -3,7 +3,7 @@
 A handle opens a whole allocation, which may hold several storages; so mappings are shared, counted, and end with their
 last user. Memory of this very process is not opened (CUDA refuses that): its pointer serves.
 
-A mapping outlives the process whose memory it is: a copy that runs while the peer dies lands in memory that is nobody's.
+A mapping outlives the process whose memory it is: a copy that runs while the peer dies lands in memory of nobody.
 Whoever holds a `MappedDeviceStorage` closes it when no copy into it runs any more.
 """
 

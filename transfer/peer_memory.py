@@ -106,7 +106,9 @@ def _map(card: RankCard, storage: StorageCard, device: str, thing: str) -> Mappe
     return MappedDeviceStorage(storage, incarnation=card.incarnation, device=device_number(device), thing=thing)
 
 
-def local_regions(card: RankCard, arrays: Sequence[NDArray[np.uint8] | DeviceBytes]) -> dict[GroupId, dict[int, Region]]:
+def local_regions(
+    card: RankCard, arrays: Sequence[NDArray[np.uint8] | DeviceBytes]
+) -> dict[GroupId, dict[int, Region]]:
     """Return the regions of our own pools: by group id, then by pool index.
 
     Args:

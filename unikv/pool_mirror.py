@@ -22,17 +22,21 @@ Slots = NDArray[np.int32]
 
 
 class PoolMirror:
-    """The bytes of one manager's pools, as the host sees them. Borrows the pools."""
+    """The bytes of one manager's pools, as the host sees them. Borrows the pools.
+
+    Attributes:
+        on_host: the arrays are the pools themselves, so that `pull` and `push` have nothing to do.
+    """
 
     def __init__(self, layout: CacheLayout, pools: PoolStorage) -> None:
         """Look at `pools`, whose layout is `layout`; nothing is copied yet."""
         self._layout, self._pools = layout, pools
-        self._on_host = pools.device.type == "cpu"
+        self.on_host = pools.device.type == "cpu"
 
     @cached_property
     def arrays(self) -> tuple[NDArray[np.uint8], ...]:
         """One-dimensional arrays, one per storage."""
-        if self._on_host:
+        if self.on_host:
             return tuple(self._pools.numpy(number) for number in range(len(self._pools.storages)))
         return tuple(np.zeros(storage.numel(), dtype=np.uint8) for storage in self._pools.storages)
 
@@ -49,20 +53,20 @@ class PoolMirror:
 
     def push_all(self) -> None:
         """Write everything the arrays show to the pools."""
-        if not self._on_host:
+        if not self.on_host:
             for storage, array in zip(self._pools.storages, self.arrays, strict=True):
                 storage.copy_(torch.from_numpy(array))
 
     def mark(self) -> Any:
         """Return an event behind everything that was pushed, None on a CPU, where it is there at once."""
-        if self._on_host:
+        if self.on_host:
             return None
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._pools.device))
         return event
 
     def _rows(self, tables: Mapping[GroupId, Slots]) -> list[tuple[PoolLayout, Slots, NDArray[np.uint8]]]:
-        if self._on_host:
+        if self.on_host:
             return []
         found = []
         for group_id, table in tables.items():

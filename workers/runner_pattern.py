@@ -16,8 +16,9 @@ from transfer.hello import RankCard
 from transfer.messages import AuxData
 from unikv.cache_manager import UnifiedKVCacheManager
 from unikv.errors import SpecError, explain
-from unikv.ids import NO_PAGE, NULL_SLOT, RequestId
+from unikv.ids import NO_PAGE, NULL_SLOT, LayerId, RequestId
 from unikv.layer_spec import LayerOwner
+from unikv.pool_mirror import PoolMirror
 from unikv.request import KVCacheRequest
 from workers.evidence import name_missing
 from workers.page_bytes import BufferBytes, LiveUnits, buffer_bytes, live_units, missing_tokens
@@ -30,7 +31,7 @@ _SHOWN_BYTES: Final = 8
 
 
 class PatternRunner:
-    """Fills and checks pages on CPU pools."""
+    """Fills and checks pages; those on a device through a mirror of the pools in host memory."""
 
     background = True
 
@@ -46,13 +47,14 @@ class PatternRunner:
         Raises:
             SpecError: a layer, head or token number is too large for the pattern.
         """
-        arrays = [manager.pools.numpy(storage) for storage in range(len(card.storages))]
         self._manager, self._card = manager, card
-        self._buffers = tuple(buffer_bytes(card, arrays))
+        self._mirror = PoolMirror(manager.layout, manager.pools)
+        self._buffers = tuple(buffer_bytes(card, self._mirror.arrays))
         self._roles = {role_number(buffer.role): buffer.role for buffer in self._buffers}
         self._check_limits(manager.layout.max_seq_len or 0)
         for buffer in self._buffers:
             buffer.pages[NULL_SLOT + 1 :] = POISON
+        self._mirror.push_all()
 
     def prefill(
         self,
@@ -71,14 +73,21 @@ class PatternRunner:
             prompt_tokens=prompt_tokens,
             unit_tokens=self._card.tokens_per_block,
         )
+        marked: list[LayerId] = []
         buffers = sorted(self._live(pages, with_draft=True), key=lambda pair: pair[0].layer_id)
         for layer_id, roles in groupby(buffers, key=lambda pair: pair[0].layer_id):
             for buffer, live in roles:
                 rows = expected_rows(buffer, live, pages.request_id)
                 for index, (slot, tokens) in enumerate(zip(live.slots, live.tokens, strict=True)):
                     buffer.pages[slot, :, :tokens] = rows[index, :, :tokens]
-            if on_layer is not None:
+            if on_layer is not None and self._mirror.on_host:
                 on_layer(layer_id, prompt_tokens)
+            marked.append(layer_id)
+        if not self._mirror.on_host:
+            self._mirror.push(pages.tables)
+            if on_layer is not None:
+                for layer_id in marked:
+                    on_layer(layer_id, prompt_tokens, self._mirror.mark())
         return AuxData(first_tokens=(prompt_tokens % 1000,), prompt_tokens=prompt_tokens)
 
     def discard(self, tables: Tables) -> None:
@@ -86,9 +95,11 @@ class PatternRunner:
         for buffer in self._buffers:
             slots = tables[buffer.group_id]
             buffer.pages[slots[slots != NO_PAGE]] = POISON
+        self._mirror.push(tables)
 
     def examine(self, pages: PromptPages, *, with_draft: bool) -> Evidence:
         """Compare every live row with what must be there; a page that is missing is wrong in every byte."""
+        self._mirror.pull(pages.tables)
         checked = wrong = 0
         first = ""
         for buffer, live in self._live(pages, with_draft=with_draft):

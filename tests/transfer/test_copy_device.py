@@ -1,4 +1,4 @@
-"""The device copier over a twin of the device: the suite of all copiers, joined launches, order, and what goes wrong."""
+"""The device copier over a twin of the device: the suite of all copiers, joined launches, order, and failures."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from transfer.testing_copier import CopierConformance, make_lane, make_pages, ra
 from transfer.testing_device import HostEngine
 from unikv.errors import CopyError
 
-SUITES = {size: CopierConformance(make_copier=lambda size=size: DeviceCopier(HostEngine(tile_vectors=size))) for size in (8, 256)}
+SUITES = {
+    size: CopierConformance(make_copier=lambda size=size: DeviceCopier(HostEngine(tile_vectors=size)))
+    for size in (8, 256)
+}
 
 
 @pytest.mark.parametrize("size", SUITES)
@@ -194,7 +197,9 @@ def test_chunks_at_other_addresses_use_one_program() -> None:
 
 
 def test_tiles_are_never_larger_than_a_block_and_cover_every_byte_once() -> None:
-    lane = make_lane(run_bytes=100_016, inner=replace(make_lane().inner, count=3, src_stride=100_016, dst_stride=100_032))
+    lane = make_lane(
+        run_bytes=100_016, inner=replace(make_lane().inner, count=3, src_stride=100_016, dst_stride=100_032)
+    )
     place = {0: SidePlace(0, 400_000)}
     for size in (8, 256, MAX_TILE_VECTORS):
         tiles = cut_lanes([lane], place, place, tile_vectors=size)
@@ -213,5 +218,3 @@ def test_a_stride_no_kernel_has_room_for_is_refused() -> None:
     lane = make_lane(inner=replace(make_lane().inner, count=2, src_stride=2**31, dst_stride=8))
     with pytest.raises(CopyError, match="lane 0 strides"):
         cut_lanes([lane], {0: SidePlace(0, 2**33)}, {0: SidePlace(0, 2**33)}, tile_vectors=8)
-
-
