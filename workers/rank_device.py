@@ -26,8 +26,12 @@ def rank_reach(device: str) -> tuple[str, ...]:
     return () if device == CPU else reachable_devices(device_number(device))
 
 
-def make_copier(device: str) -> Copier:
+def make_copier(device: str, *, timed: bool = False) -> Copier:
     """Return a copier for pools on `device`; on CUDA its kernel is compiled or found in CuPy's cache.
+
+    Args:
+        device: "cpu" or "cuda:<number>".
+        timed: measure copies on the device, where there is one.
 
     Raises:
         CopyError: the device cannot run it.
@@ -36,7 +40,7 @@ def make_copier(device: str) -> Copier:
         return HostCopier()
     from transfer.copy_cupy import CudaCopier  # noqa: PLC0415 - CuPy is an extra
 
-    return CudaCopier(device_number(device))
+    return CudaCopier(device_number(device), timed=timed)
 
 
 def memory_export(export: MemfdExport | CudaExport) -> MemoryExport:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from transfer.context_endpoint import ContextEndpoint
+from transfer.copier import Copier
 from transfer.generation_endpoint import GenerationEndpoint
 from transfer.hello import RankCard, Side
 from transfer.link_zmq import ZmqLink
@@ -78,13 +79,13 @@ class RankRuntime:
         """Give `runner` the pages."""
         runner.bind(self.manager, self.card)
 
-    def context_endpoint(self, on_change: Callable[[], None]) -> ContextEndpoint:
-        """Start our endpoint of the context side; it owns the transfer link from now on."""
+    def context_endpoint(self, on_change: Callable[[], None], copier: Copier | None = None) -> ContextEndpoint:
+        """Start our endpoint of the context side; it owns the transfer link, and `copier`, from now on."""
         return ContextEndpoint(
             self.card,
             link=self.transfer_link,
             regions=pool_regions(self.card, self.manager.pools),
-            copier=make_copier(self.card.device),
+            copier=copier or make_copier(self.card.device),
             options=self.pair.transfer.options(),
             on_change=on_change,
         )
