@@ -63,6 +63,7 @@ class CudaEngine:
     num_streams = 4
 
     def __init__(self, device: int, shape: KernelShape, *, timed: bool) -> None:
+        self._shape = shape
         self._runtime = cupy.cuda.runtime
         self._device, self._threads = device, (shape.threads,)
         self.tile_vectors = shape.threads * shape.steps
@@ -70,7 +71,8 @@ class CudaEngine:
         try:
             self._runtime.setDevice(device)
             self._streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(self.num_streams)]
-            self._kernels = {width: _compile(width, shape) for width in VECTORS_BYTES}
+            self._kernels: dict[int, Any] = {}
+            self.kernel(VECTORS_BYTES[0])
         except (self._runtime.CUDARuntimeError, cupy.cuda.compiler.CompileException) as error:
             text = explain("cuda copier", "device", device, "a CUDA device", f"see `unikv doctor` ({error})")
             raise CopyError(text, in_doubt=False) from error
@@ -111,7 +113,13 @@ class CudaEngine:
         """Queue the kernel."""
         arguments = tuple(map(np.int64, (tiles.pointer, rows[0].pointer, *shifts)))
         grid = (tiles.size // _TILE_BYTES, rows[1])
-        self._kernels[width](grid, self._threads, arguments, stream=self._streams[stream])
+        self.kernel(width)(grid, self._threads, arguments, stream=self._streams[stream])
+
+    def kernel(self, width: int) -> Any:
+        """Return the kernel for one vector width; its first use compiles it, or finds it in CuPy's cache."""
+        if width not in self._kernels:
+            self._kernels[width] = _compile(width, self._shape)
+        return self._kernels[width]
 
     def new_event(self) -> int:
         """Return a new event's handle."""
@@ -173,4 +181,8 @@ class CudaCopier(DeviceCopier):
         Raises:
             CopyError: there is no such device, or the kernel does not compile for it.
         """
-        super().__init__(CudaEngine(device, shape or KernelShape(), timed=timed), timed=timed)
+        engine = CudaEngine(device, shape or KernelShape(), timed=timed)
+        super().__init__(engine, timed=timed)
+        if shape is None:  # for serving: nobody should wait for a compiler in the middle of a request
+            for width in VECTORS_BYTES:
+                engine.kernel(width)

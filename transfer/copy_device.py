@@ -238,10 +238,10 @@ class DeviceCopier:
                 host[at : at + len(rows)] = rows
                 at += len(rows)
             launches.append((jobs[0][0], first, at - first))
+        self._engine.copy_in(stream, buffer.device, buffer.host[: at * _ROW_BYTES])
         if self._timed:
             batch.events = (self._take_event(),)
             self._engine.record(batch.events[0], stream)
-        self._engine.copy_in(stream, buffer.device, buffer.host[: at * _ROW_BYTES])
         for known, first, count in launches:
             self._launch(stream, known, buffer.device, first, count)
         batch.events = (*batch.events, self._take_event())

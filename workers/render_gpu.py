@@ -46,3 +46,21 @@ def _cells(row: dict[str, Any]) -> list[str]:
         row["target"],
         {True: "yes", False: "no", None: ""}[row["met"]],
     ]
+
+
+def gpu_page(result: dict[str, Any]) -> str:
+    """Return the rows with what they were measured on."""
+    environment = result["environment"]
+    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
+    facts = (
+        f"## {result['benchmark']}\n\n"
+        f"{environment['device']}; {environment['system']}, {environment['cpus']} processors, Python "
+        f"{environment['python']}, {versions}; commit {environment['commit'] or 'unknown'}.\n"
+        f"Command: `unikv bench {result['benchmark']}`.\n\n"
+    )
+    checked = "".join(
+        f"* {case['name']}: path {case['path']}; {case['rounds']} rounds of {case['bytes']} bytes, every byte checked "
+        f"after every round, {case['mismatched_bytes']} wrong.\n"
+        for case in result["cases"]
+    )
+    return f"{facts}{gpu_markdown(result)}\n{checked}\n"
