@@ -64,6 +64,7 @@ class CudaEngine:
 
     def __init__(self, device: int, shape: KernelShape, *, timed: bool) -> None:
         self._shape = shape
+        self._events: list[int] = []
         self._runtime = cupy.cuda.runtime
         self._device, self._threads = device, (shape.threads,)
         self.tile_vectors = shape.threads * shape.steps
@@ -123,7 +124,9 @@ class CudaEngine:
 
     def new_event(self) -> int:
         """Return a new event's handle."""
-        return int(self._runtime.eventCreateWithFlags(self._event_flags))
+        event = int(self._runtime.eventCreateWithFlags(self._event_flags))
+        self._events.append(event)
+        return event
 
     def record(self, event: int, stream: int | None) -> None:
         """Record an event on a stream of ours, or on the device's default stream."""
@@ -149,7 +152,9 @@ class CudaEngine:
         return float(self._runtime.eventElapsedTime(start, end)) / 1e3
 
     def close(self) -> None:
-        """Let go of streams and kernels."""
+        """Let go of events, streams and kernels."""
+        while self._events:
+            self._runtime.eventDestroy(self._events.pop())
         self._streams, self._kernels = [], {}
 
 

@@ -40,6 +40,8 @@ from unikv.ids import GroupId, RequestId
 _log = logging.getLogger(__name__)
 
 EPOCH_BITS: Final = 63
+TICK_S: Final = 0.001
+"""How late a deadline may be noticed."""
 
 
 class GenerationEngine:
@@ -60,6 +62,7 @@ class GenerationEngine:
         self._leads = card.position.leads_group
         self._shutting_down = ""
         self._copying = False
+        self._next_tick_s = 0.0
 
     # --- called between turns -------------------------------------------------------------------------------------
 
@@ -144,9 +147,12 @@ class GenerationEngine:
         """Handle what arrived, settle what has landed; return whether more work is runnable."""
         self._exchange.events(timeout_s, self._on_message, self._door.gone)
         now_s, self._copying = self._clock(), False
-        for request in list(self._requests.values()):
+        for request in self._work.attended():
             self._copying |= self._work.look_after(request)
-            self._work.do(request, partial(request.session.tick, now_s))
+        if now_s >= self._next_tick_s:
+            self._next_tick_s = now_s + TICK_S
+            for request in list(self._requests.values()):
+                self._work.do(request, partial(request.session.tick, now_s))
         self._door.watch()
         return False
 
