@@ -3,6 +3,8 @@
 # leaves results under $OUT. Stages may be named: tests copy bench sweep sanitizer (default: all of them).
 #
 #   bash scripts/gpu_check.sh [stage ...]
+#
+# Ends within TOTAL_S seconds (560): what does not fit any more is left out and counted as failed.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 OUT=${OUT:-/tmp/gpu_check}
@@ -15,8 +17,14 @@ failed=()
 want() { [[ $stages == *" $1 "* ]]; }
 # run NAME LIMIT_S COMMAND...: runs it, keeps its output, prints the end of it.
 run() {
-    local name=$1 limit=$2 started=$SECONDS
+    local name=$1 limit=$2 started=$SECONDS left=$((${TOTAL_S:-560} - SECONDS))
     shift 2
+    if ((left < 15)); then
+        echo "=== $name: left out, no time"
+        failed+=("$name")
+        return
+    fi
+    ((limit < left)) || limit=$left
     timeout --signal=TERM "$limit" "$@" >"$OUT/now.log" 2>&1
     local code=$?
     { echo "=== $name: exit $code after $((SECONDS - started)) s: $*"; cat "$OUT/now.log"; } >>"$OUT/check.log"

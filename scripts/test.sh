@@ -29,6 +29,8 @@ if (($# == 0)); then
   check "ruff format" ruff format --check --quiet .
   check "mypy" mypy
 fi
+# Two processes at most: the tests start worker processes of their own, and their deadlines want a core.
+if (($# == 0)); then set -- --numprocesses=2 --dist=loadfile; fi
 # Exit code 5, no test found, is a failure like any other.
 check "pytest" python -m pytest "$@"
 if ((${#failed[@]})); then

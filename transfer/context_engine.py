@@ -14,7 +14,7 @@ from transfer.context_session import ENDED_LEGS, ContextSession
 from transfer.context_work import ContextWork
 from transfer.copier import Copier
 from transfer.device_bytes import DeviceEvent
-from transfer.exchange import Clock, Exchange, PeerKey
+from transfer.exchange import Clock, Exchange, PeerKey, legible
 from transfer.hello import RankCard
 from transfer.link import Link
 from transfer.messages import (
@@ -38,7 +38,6 @@ from transfer.paths import Regions
 from transfer.readiness import ReadinessManager
 from unikv.errors import LocalProtocolError, RemoteProtocolError, explain
 from unikv.ids import GroupId, RequestId
-
 
 TICK_S: Final = 0.001
 """How late a deadline may be noticed."""
@@ -115,6 +114,7 @@ class ContextEngine:
 
     def fail(self, request_id: RequestId, reason: str) -> None:
         """Give a request up, published or not: whoever asks for it hears `reason`."""
+        reason = legible(reason)
         request = self._requests.get(request_id)
         if request is None:
             self._requests.end(request_id, reason)
@@ -123,7 +123,7 @@ class ContextEngine:
 
     def shut_down(self, reason: str) -> None:
         """Fail everything open; what moves is drained first."""
-        self._shutting_down = reason
+        self._shutting_down = reason = legible(reason)
         for request in self._requests:
             self._work.do(request, partial(request.session.fail, reason))
 

@@ -53,7 +53,7 @@ class Exchange:
         """
         match message:
             case Failed() | Cancel() | Goodbye() | Reregister() | HelloNack():
-                message = replace(message, reason=_cut(message.reason))
+                message = replace(message, reason=legible(message.reason))
             case _:
                 pass
         return encode(Envelope(incarnation=self.card.incarnation, rank=self.card.rank, message=message))
@@ -97,5 +97,6 @@ class Exchange:
             _log.exception("%s rank %d: a message handler failed", self.card.side, self.card.rank)
 
 
-def _cut(reason: str) -> str:
+def legible(reason: str) -> str:
+    """Return a reason as it can travel and be logged: valid UTF-8, at most `MAX_REASON_BYTES` of it."""
     return reason.encode(errors="replace")[:MAX_REASON_BYTES].decode(errors="ignore")

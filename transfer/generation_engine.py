@@ -10,7 +10,7 @@ from typing import Final
 
 from transfer.copier import Copier
 from transfer.delivery import Delivery
-from transfer.exchange import Clock, Exchange, PeerKey
+from transfer.exchange import Clock, Exchange, PeerKey, legible
 from transfer.generation_door import GenerationDoor
 from transfer.generation_peers import ContextPeer, Registration
 from transfer.generation_session import ENDED_LEGS, GenerationSession, Leg
@@ -115,11 +115,11 @@ class GenerationEngine:
         """Give a request up; its pages are quiet once every peer has said so."""
         request = self._requests.get(request_id)
         if request is not None:
-            self._work.do(request, partial(request.session.cancel, reason))
+            self._work.do(request, partial(request.session.cancel, legible(reason)))
 
     def shut_down(self, reason: str) -> None:
         """Cancel everything open, and take nothing new."""
-        self._shutting_down = reason
+        self._shutting_down = reason = legible(reason)
         for request in list(self._requests.values()):
             self._work.do(request, partial(request.session.cancel, reason))
 

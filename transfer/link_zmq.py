@@ -32,6 +32,15 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from transfer.link import Frame, LinkEvent, PeerGone, Received, SendTicket
+from transfer.link_curve import (
+    CURVE_OVERHEAD_BYTES,
+    ZAP_DOMAIN,
+    CurveKeys,
+    GateKeeperManager,
+    refusal,
+    split_key,
+    with_key,
+)
 from transfer.link_guard import (
     CLOSE_TIMEOUT_S,
     CONNECT_TIMEOUT_S,
@@ -46,7 +55,8 @@ from transfer.link_guard import (
     new_name,
 )
 from transfer.link_ipc import SocketFileManager, check_unused
-from unikv.errors import ConfigError, explain
+from transfer.link_ticket import TrackedTicket
+from unikv.errors import ConfigError, LocalProtocolError, explain
 
 RETRY_S: Final = 0.05
 """Pause between two attempts to connect."""
@@ -83,26 +93,17 @@ _Socket = zmq.Socket[bytes]
 _Context = zmq.Context[_Socket]
 
 
-class _Ticket:
-    """Done once no frame waits here and libzmq has let go of all it did not copy."""
-
-    __slots__ = ("trackers", "waiting")
-
-    def __init__(self) -> None:
-        self.waiting = True
-        self.trackers: list[zmq.MessageTracker] = []
-
-    def done(self) -> bool:
-        return not self.waiting and all(tracker.done for tracker in self.trackers)
-
-
 class _OutgoingSession:
     """One address a link connected to: attempts to connect, then the connection, then nothing."""
 
-    def __init__(self, context: _Context, poller: zmq.Poller, address: str, routing_id: bytes) -> None:
+    def __init__(
+        self, context: _Context, poller: zmq.Poller, address: str, routing_id: bytes, keys: CurveKeys | None
+    ) -> None:
         self.address = address
+        self._where, self._server_key = split_key(address)
+        self._keys = keys
         self.due_s = 0.0
-        self.backlog: list[tuple[Sequence[Frame], _Ticket]] = []
+        self.backlog: list[tuple[Sequence[Frame], TrackedTicket]] = []
         self._context, self._poller, self._routing_id = context, poller, routing_id
         self._dealer: _Socket | None = None
         self.monitor: _Socket | None = None
@@ -120,7 +121,9 @@ class _OutgoingSession:
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._stand()
             elif event in _REFUSED:
-                return "the handshake is refused: what listens there is no link"
+                return "the handshake is refused: " + (
+                    "our CURVE key is not authorized there" if self._keys else "what listens there is no link"
+                )
             elif self._stands:
                 return "the connection is lost"
             else:
@@ -134,7 +137,7 @@ class _OutgoingSession:
             return self._attempt()
         return None
 
-    def send(self, frames: Sequence[Frame], ticket: _Ticket) -> None:
+    def send(self, frames: Sequence[Frame], ticket: TrackedTicket) -> None:
         """Send now, or keep for when the connection stands. Raises zmq.Again where it has just broken."""
         if self._stands:
             self._transmit(frames, ticket)
@@ -162,14 +165,19 @@ class _OutgoingSession:
 
     def _attempt(self) -> str | None:
         self.due_s = self._give_up_at_s
-        if not self.address.startswith(LISTENABLE):
+        if not self._where.startswith(LISTENABLE):
             return f"not an address that begins with {' or '.join(LISTENABLE)}"
+        if reason := refusal(self._keys, self._server_key):
+            return reason
         try:
             self._dealer = _make_dealer(self._context, self._routing_id)
+            if self._keys is not None:
+                self._dealer.curve_publickey, self._dealer.curve_secretkey = self._keys.public, self._keys.secret
+                self._dealer.curve_serverkey = self._server_key
             self.monitor = self._dealer.get_monitor_socket(_WATCHED)
             self.monitor.linger = 0
             self._poller.register(self.monitor, zmq.POLLIN)
-            self._dealer.connect(self.address)
+            self._dealer.connect(self._where)
         except zmq.ZMQError as error:
             return f"cannot connect: {error}"
         return None
@@ -188,7 +196,7 @@ class _OutgoingSession:
             with contextlib.suppress(zmq.Again):  # broken again already: its event is on its way
                 self._transmit(frames, ticket)
 
-    def _transmit(self, frames: Sequence[Frame], ticket: _Ticket) -> None:
+    def _transmit(self, frames: Sequence[Frame], ticket: TrackedTicket) -> None:
         assert self._dealer is not None
         ticket.waiting = False
         for left, frame in enumerate(frames, start=1 - len(frames)):
@@ -208,6 +216,8 @@ class ZmqLink:
             network of trusted hosts.
         connect_timeout_s: how long to wait for a listener at an address.
         context: a ZeroMQ context to share; None gives the link its own, which it terminates when it closes.
+        curve: keys that authenticate and encrypt every connection, in and out; None leaves all of them open. A link
+            with keys has a context of its own.
 
     Raises:
         ConfigError: nothing can listen at `bind`.
@@ -219,12 +229,22 @@ class ZmqLink:
         *,
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
         context: _Context | None = None,
+        curve: CurveKeys | None = None,
     ) -> None:
+        if curve is not None and context is not None:
+            raise LocalProtocolError(explain("link", "context", "shared", "None where there are keys", "leave it out"))
+        bind, _ = split_key(bind)
         check_unused(bind)
         self._own_context = context is None
         self._context = zmq.Context() if context is None else context
-        self._router, self._address = _listen(self._context, bind, own_context=self._own_context)
-        self._socket_file = SocketFileManager.of(self._address)
+        self._keys, self._gate_keeper = curve, None if curve is None else GateKeeperManager(self._context, curve)
+        try:
+            self._router, where = _listen(self._context, bind, curve)
+        except ConfigError:
+            self._end_context()
+            raise
+        self._address = where if curve is None else with_key(where, curve.public)
+        self._socket_file = SocketFileManager.of(where)
         self._connect_timeout_s = connect_timeout_s
         self._name = new_name()
         self._guard = ThreadGuard()
@@ -261,7 +281,7 @@ class ZmqLink:
             return
         self._connections += 1
         routing_id = f"{self._name}.{self._connections}".encode()
-        outgoing = _OutgoingSession(self._context, self._poller, address, routing_id)
+        outgoing = _OutgoingSession(self._context, self._poller, address, routing_id, self._keys)
         outgoing.start(time.monotonic(), self._connect_timeout_s)
         self._outgoing[address] = outgoing
 
@@ -278,7 +298,7 @@ class ZmqLink:
         check_frames(frames, address)
         if address not in self._outgoing:
             raise broken(address)
-        ticket = _Ticket()
+        ticket = TrackedTicket()
         try:
             self._outgoing[address].send(tuple(frames), ticket)
         except zmq.Again:
@@ -376,25 +396,31 @@ class ZmqLink:
             wake_fd, self._wake_fd = self._wake_fd, None
             if wake_fd is not None:
                 os.close(wake_fd)
+        self._end_context()
+
+    def _end_context(self) -> None:
+        if self._gate_keeper is not None:
+            self._gate_keeper.close()
         if self._own_context:
             self._context.term()
 
 
-def _listen(context: _Context, bind: str, *, own_context: bool) -> tuple[_Socket, str]:
+def _listen(context: _Context, bind: str, keys: CurveKeys | None) -> tuple[_Socket, str]:
     """Return a listening ROUTER and the address it can be reached at."""
     router = context.socket(zmq.ROUTER)
     _keep_alive(router)
     router.rcvhwm = RECEIVE_QUEUE_MESSAGES
     router.backlog = LISTEN_BACKLOG
-    router.maxmsgsize = MAX_FRAME_BYTES
+    router.maxmsgsize = MAX_FRAME_BYTES if keys is None else MAX_FRAME_BYTES + CURVE_OVERHEAD_BYTES
+    if keys is not None:
+        router.curve_server, router.zap_domain = True, ZAP_DOMAIN
+        router.curve_publickey, router.curve_secretkey = keys.public, keys.secret
     try:
         if not bind.startswith(LISTENABLE):
             raise zmq.ZMQError(zmq.EINVAL)
         router.bind(bind)
     except zmq.ZMQError as error:
         router.close(linger=0)
-        if own_context:
-            context.term()
         want = "a free address such as tcp://127.0.0.1:* or ipc:///PATH"
         cure = "bind to an address of this host that nobody uses"
         raise ConfigError(explain("link", f"bind address ({error.strerror})", bind, want, cure)) from None

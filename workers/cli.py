@@ -21,7 +21,7 @@ from typing import Annotated, Final, cast
 import typer
 
 from unikv.errors import ConfigError, IncompatiblePeerError, SpecError, UnikvError
-from workers import cli_dry, cli_run
+from workers import cli_dry, cli_keys, cli_run
 from workers.cli_options import ExitCode
 from workers.config_load import preset_names
 from workers.json_output import spell_out_json
@@ -89,4 +89,5 @@ def _unikv(
 
 
 cli_dry.register(app)
+cli_keys.register(app)
 cli_run.register(app)

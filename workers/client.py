@@ -10,6 +10,7 @@ from typing import Final, Self
 
 from transfer.hello import Side
 from transfer.link import PeerGone, Received
+from transfer.link_curve import CurveKeys
 from transfer.link_zmq import ZmqLink
 from unikv.errors import LinkBrokenError, RemoteProtocolError, explain
 from workers.control import CODEC, Attach, ControlMessage, DecodeReport, PromptReport, Ready
@@ -31,14 +32,15 @@ class FleetClient:
 
     Args:
         owner: the workers are ours: they end when we go.
+        curve: keys of the link; None where the workers' links have none.
 
     Attributes:
         ready: what each attached worker said of itself.
     """
 
-    def __init__(self, *, owner: bool = True) -> None:
+    def __init__(self, *, owner: bool = True, curve: CurveKeys | None = None) -> None:
         self._owner = owner
-        self._link = ZmqLink(connect_timeout_s=CONNECT_S)
+        self._link = ZmqLink(connect_timeout_s=CONNECT_S, curve=curve)
         self._incarnation = secrets.token_hex(16)
         self._addresses: dict[WorkerName, str] = {}
         self._gone: dict[WorkerName, str] = {}

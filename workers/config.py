@@ -9,7 +9,7 @@ Everything here is immutable; sizes are in bytes, lengths in tokens.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -38,6 +38,9 @@ from workers.config_values import (
     problem,
 )
 
+if TYPE_CHECKING:
+    from transfer.link_curve import CurveKeys
+
 __all__ = [
     "CurveConfig",
     "HFRunnerConfig",
@@ -63,6 +66,16 @@ class CurveConfig(Section):
     secret: Path
     authorized: Path
 
+    def load(self) -> CurveKeys:
+        """Read the files.
+
+        Raises:
+            ConfigError: one is missing, no key file, or a secret that others may read.
+        """
+        from transfer.link_curve import load_keys  # noqa: PLC0415 - most commands need no sockets
+
+        return load_keys(self.public, self.secret, self.authorized)
+
 
 class TransferConfig(Section):
     """How pages move. Both sides use the same.
@@ -80,6 +93,10 @@ class TransferConfig(Section):
     timeout_s: Seconds = 60.0
     layer_bands: Annotated[int, Field(ge=0, le=1024)] = 0
     curve: CurveConfig | None = None
+
+    def curve_keys(self) -> CurveKeys | None:
+        """Return the keys of every link, None where links are open. Raises ConfigError as `CurveConfig.load`."""
+        return None if self.curve is None else self.curve.load()
 
     def options(self) -> TransferOptions:
         """Return what an endpoint needs of this."""

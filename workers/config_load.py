@@ -174,7 +174,6 @@ def _check_served(pair: PairConfig, thing: str) -> None:
     found: list[tuple[str, object, str, bool]] = [
         ("transfer.path", moves.path, "auto, direct or zmq", moves.path is PathKind.NIXL),
         ("transfer.checksum", moves.checksum, "off", moves.checksum != "off"),
-        ("transfer.curve", moves.curve and moves.curve.model_dump(mode="json"), "null", moves.curve is not None),
     ]
     for side in Side:
         config = pair.side(side)

@@ -62,15 +62,17 @@ class RunningPair:
         """Start the workers and wait until they are ready.
 
         Raises:
+            ConfigError: the files of ``transfer.curve`` are not what they should be.
             IncompatiblePeerError: the gate refuses the pair.
             LinkBrokenError: a worker died or did not come up; the text has the end of its log.
         """
         judge(pair)
+        keys = pair.transfer.curve_keys()
         self.pair = pair
         self.ranks = {side: len(positions(pair.side(side))) for side in Side}
         with ExitStack() as stack:
             rendezvous = stack.enter_context(Rendezvous.reserve())
-            self.client = FleetClient()
+            self.client = FleetClient(curve=keys)
             stack.callback(self.client.close)
             self.fleet = FleetManager()
             stack.callback(self.fleet.stop)

@@ -124,9 +124,10 @@ class RankRuntime:
         )
         self._stack.callback(self.manager.close)
         _log.info("%s rank %d: cache of %d bytes", self.side, self.rank, self._pool_bytes())
-        self.control = ZmqLink()
+        keys = self.pair.transfer.curve_keys()
+        self.control = ZmqLink(curve=keys)
         self._stack.callback(self.control.close)
-        self.transfer_link = ZmqLink()
+        self.transfer_link = ZmqLink(curve=keys)
         self._stack.callback(self.transfer_link.close)
         self.card = self._describe(instance)
 

@@ -2,7 +2,10 @@ from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import zmq
+
 from transfer.link import Link
+from transfer.link_curve import CurveKeys
 from transfer.link_guard import new_name
 from transfer.link_memory import MemoryNetwork
 from transfer.link_zmq import ZmqLink
@@ -45,3 +48,16 @@ class TestZmqLinkIpc(LinkConformance):
 class TestZmqLinkAbstract(LinkConformance):
     def make_link(self, address: str | None = None) -> Link:
         return ZmqLink(address or f"ipc://@unikv-{new_name()}", connect_timeout_s=self.connect_timeout_s)
+
+
+class TestZmqLinkCurve(LinkConformance):
+    """One key for all: the list has our own."""
+
+    def setup_method(self) -> None:
+        public, secret = zmq.curve_keypair()
+        self._keys = CurveKeys(public=public, secret=secret, authorized=frozenset({public}))
+        super().setup_method()
+
+    def make_link(self, address: str | None = None) -> Link:
+        bind = address or "tcp://127.0.0.1:*"
+        return ZmqLink(bind, connect_timeout_s=self.connect_timeout_s, curve=self._keys)

@@ -343,3 +343,14 @@ def test_a_reader_that_leaves_early_is_no_traceback(monkeypatch: pytest.MonkeyPa
         err = running.stderr.read()
     assert running.returncode == 1
     assert b"Traceback" not in err
+
+
+def test_keygen_makes_a_pair_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["keygen", str(tmp_path / "keys"), "--name", "context"]
+    assert main([*words, "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert set(made) == {"public", "secret"} and all(Path(path).is_file() for path in made.values())
+    secret = Path(made["secret"]).read_text().split('secret-key = "')[1][:40]
+    assert main(words) == 64
+    told = capsys.readouterr()
+    assert "expected a new file" in told.err and secret not in told.err + told.out

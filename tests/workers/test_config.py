@@ -414,7 +414,6 @@ def test_draft_layers_come_last(folder: Path) -> None:
             ["transfer.path is 'nixl'", "this release carries no nixl path; use auto, direct or zmq"],
         ),
         ("transfer.checksum=page", ["transfer.checksum is 'page'", "does not serve it yet"]),
-        ("transfer.curve={public: a, secret: b, authorized: c}", ["transfer.curve is", "does not serve it yet"]),
         ("generation.parallel.cp=2", ["generation.parallel.cp is 2", "does not serve it yet"]),
     ],
 )

@@ -18,11 +18,16 @@ from typing import Any
 import pytest
 
 from transfer.hello import Side
+from transfer.link_curve import load_keys, make_keys, split_key
+from transfer.link_zmq import ZmqLink
+from transfer.testing_mailbox import MailboxManager
+from unikv.errors import ConfigError
 from workers import cli_run
 from workers.cli import main
 from workers.client import FleetClient
 from workers.config import PairConfig
 from workers.config_load import load_pair
+from workers.control import CODEC, Stop
 from workers.pair_run import PairRun, RunningPair
 from workers.rendezvous import Rendezvous
 from workers.workload import GRACE_S, Job, RequestRecord, WorkloadDriver
@@ -86,7 +91,7 @@ def is_alive(pid: int) -> bool:
 
 
 def answers(address: str) -> bool:
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    host, _, port = split_key(address)[0].removeprefix("tcp://").rpartition(":")
     with socket.socket() as probe:
         return probe.connect_ex((host, int(port))) == 0
 
@@ -130,6 +135,34 @@ def test_every_byte_arrives(write_pair: Callable[..., str], path: str) -> None:
                 assert 0 < (record.ttft_s() or 0) <= record.finished_s - record.submitted_s
     trace.check_gone()
     assert running.fleet.deaths() == ()
+
+
+def test_links_with_keys_let_in_the_fleet_and_nobody_else(write_pair: Callable[..., str], tmp_path: Path) -> None:
+    public, secret = make_keys(tmp_path / "fleet", "fleet")
+    curve = {"public": str(public), "secret": str(secret), "authorized": str(public.parent)}
+    other = load_keys(*make_keys(tmp_path / "other", "other"), public.parent)
+    mail = MailboxManager()
+    with start(write_pair(transfer__path="zmq", transfer__curve=curve)) as running:
+        trace = Trace(running)
+        assert all(split_key(address)[1] in other.authorized for address in trace.addresses)
+        stranger = ZmqLink(curve=other)
+        mail.add(stranger)
+        for address in trace.addresses:
+            stranger.connect(address)
+            stranger.send(address, CODEC.encode(Stop(reason="I said so"), incarnation="0" * 32, rank=0))
+            assert "not authorized there" in mail.wait_gone(stranger, address)
+        stranger.abort()
+        run = running.run([job(100)])
+        assert [record.verification() for record in run.records] == [(True, 0, "")]
+    trace.check_gone()
+
+
+def test_keys_that_are_not_there_are_told_before_anything_starts(
+    write_pair: Callable[..., str], tmp_path: Path
+) -> None:
+    curve = {name: str(tmp_path / name) for name in ("public", "secret", "authorized")}
+    with pytest.raises(ConfigError, match=r"CURVE keys: file is .*public \(no file\)"):
+        start(write_pair(transfer__curve=curve))
 
 
 def useful_bytes(prompt_tokens: int) -> int:
