@@ -136,14 +136,24 @@ def reuse(resident: int, prompt_tokens: int, rounds: int) -> Iterator[Row]:
         )
         yield timed("match", resident, prompt_tokens, rounds, lambda _: manager.probe(prompt))
         yield timed("create, match, resume, close", resident, prompt_tokens, rounds, create)
+        writer = manager.create_request(RequestId(30_000), prompt)
+        writer.resume([DRAFT])
+
+        def commit_a_block(number: int) -> None:
+            writer.resize(writer.history_tokens + TOKENS_PER_BLOCK)
+            writer.commit(np.arange(TOKENS_PER_BLOCK) + number)
+
+        yield timed("resize and commit one more block", resident, prompt_tokens, rounds, commit_a_block)
+        writer.close()
 
 
 def rows(rounds: int) -> Iterator[Row]:
     """Run everything."""
     for resident in RESIDENT:
         yield from steps(resident, SHORT, rounds)
-    yield from steps(1, LONG, rounds)
-    for prompt_tokens in (1_024, 2_048, 4_096, 8_192, 16_384):
+    for resident in RESIDENT[:2]:
+        yield from steps(resident, LONG, rounds)
+    for prompt_tokens in (1_024, 2_048, 4_096, 8_192, 16_384, LONG):
         yield from reuse(1, prompt_tokens, rounds)
     for resident in RESIDENT[1:]:
         yield from reuse(resident, 8_192, rounds)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Final
 
 from transfer.context_door import ContextDoor
 from transfer.context_moves import MoveQueue
@@ -13,6 +12,7 @@ from transfer.context_requests import ContextRequest, LegWork, RequestBook
 from transfer.context_session import ENDED_LEGS, ContextSession
 from transfer.context_work import ContextWork
 from transfer.copier import Copier
+from transfer.deadlines import DeadlineManager
 from transfer.device_bytes import DeviceEvent
 from transfer.exchange import Clock, Exchange, PeerKey, legible
 from transfer.hello import RankCard
@@ -39,9 +39,6 @@ from transfer.readiness import ReadinessManager
 from unikv.errors import LocalProtocolError, RemoteProtocolError, explain
 from unikv.ids import GroupId, RequestId
 
-TICK_S: Final = 0.001
-"""How late a deadline may be noticed."""
-
 
 class ContextEngine:
     """Serves one context rank's pages to generation ranks."""
@@ -57,8 +54,8 @@ class ContextEngine:
         self._requests = RequestBook()
         self._work = ContextWork(self._exchange, self._peers, self._moves, self._requests, clock)
         self._door = ContextDoor(self._exchange, self._peers, on_lost=self._on_lost, touches=self._moves.touches)
+        self._deadlines = DeadlineManager()
         self._shutting_down = ""
-        self._next_tick_s = 0.0
 
     # --- called between turns -------------------------------------------------------------------------------------
 
@@ -153,7 +150,7 @@ class ContextEngine:
     def turn(self, timeout_s: float) -> bool:
         """Handle what arrived, do one chunk of work; return whether more work is runnable."""
         self._exchange.events(timeout_s, self._on_message, self._door.gone)
-        self._tick()
+        self._watch_time(self._clock())
         busy = self._work.advance()
         self._door.let_go()
         if self._door.answer_hellos():
@@ -161,17 +158,20 @@ class ContextEngine:
                 self._expect(request)
         return busy
 
-    def _tick(self) -> None:
-        """Let sessions see the time, so seldom that many open requests cost a turn nothing."""
-        now_s = self._clock()
-        if now_s >= self._next_tick_s:
-            self._next_tick_s = now_s + TICK_S
-            for request in self._requests:
-                self._work.do(request, partial(request.session.tick, now_s))
-
     def copying(self) -> bool:
         """Return whether a copy runs beside us."""
         return self._moves.copying()
+
+    def _watch_time(self, now_s: float) -> None:
+        """Give up what is late."""
+        for request_id in self._deadlines.due(now_s):
+            request = self._requests.get(request_id)
+            if request is None:
+                continue
+            if request.session.deadline_s > now_s:  # it was put off
+                self._deadlines.add(request_id, request.session.deadline_s)
+            else:
+                self._work.do(request, partial(request.session.tick, now_s))
 
     def _on_message(self, envelope: Envelope) -> None:
         message, key = envelope.message, (envelope.incarnation, envelope.rank)
@@ -195,7 +195,7 @@ class ContextEngine:
         peer = self._peers.get(key)
         if peer is None:
             self._exchange.refuse("unregistered", f"request {ask.request_id} from an unregistered rank {key[1]}")
-            self._door.turn_away(ask.reply_to, "this context rank does not know you")
+            self._turn_away(ask.reply_to)
             return
         try:
             reason = self._refusal(ask, peer)
@@ -210,6 +210,11 @@ class ContextEngine:
             request.legs[key] = LegWork(ask=ask, asked_s=self._clock())
         self._work.do(request, partial(request.session.asked, key))
         self._expect(request)
+
+    def _turn_away(self, address: str) -> None:
+        """Ask a stranger to say hello."""
+        if address:
+            self._door.turn_away(address, "this context rank does not know you")
 
     def _refusal(self, ask: Ask, peer: GenerationPeer) -> str:
         """Return why `ask` cannot be served, or "" (also for a repetition, which changes nothing)."""
@@ -240,6 +245,7 @@ class ContextEngine:
         peer = self._peers.get(key)
         if peer is None:
             self._exchange.refuse("unregistered", f"cancel from an unregistered rank {key[1]}")
+            self._turn_away(cancel.reply_to)
             return
         request = self._requests.get(cancel.request_id)
         leg = request.legs.get(key) if request else None
@@ -255,6 +261,7 @@ class ContextEngine:
         peer = self._peers.get(key)
         if peer is None:
             self._exchange.refuse("unregistered", f"withdrawal from an unregistered rank {key[1]}")
+            self._turn_away(withdraw.reply_to)
             return
         request = self._requests.get(withdraw.request_id)
         leg = request.legs.get(key) if request else None
@@ -295,6 +302,7 @@ class ContextEngine:
             self._work.do(overdue, partial(overdue.session.fail, "too many requests wait for their KV"))
         now_s = self._clock()
         session = ContextSession(request_id, now_s + self._options.timeout_s)
+        self._deadlines.add(request_id, session.deadline_s)
         return self._requests.open(ContextRequest(session=session, created_s=now_s))
 
     def _check_can_travel(self, request_id: RequestId, aux: AuxData | None) -> None:

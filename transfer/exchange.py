@@ -22,6 +22,8 @@ _log = logging.getLogger(__name__)
 Clock = Callable[[], float]
 """Seconds on a clock that never goes back."""
 
+REMIND_S: Final = 1.0
+"""How often something that must be answered, and is not, is said again."""
 MAX_REASON_BYTES: Final = 4096
 """Longest reason that is sent. Reasons quote one another from rank to rank; none may grow until it cannot travel."""
 

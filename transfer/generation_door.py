@@ -56,9 +56,12 @@ class GenerationDoor:
             return known
         registration = self._registrations[address] = Registration(address)
         self._left.pop(address, None)
+        self._say_hello(address)
+        return registration
+
+    def _say_hello(self, address: str) -> None:
         self._link.connect(address)
         self._exchange.send(address, Hello(card=self._card))
-        return registration
 
     def peer_at(self, address: str) -> ContextPeer:
         """Return the accepted peer at `address`.
@@ -133,6 +136,20 @@ class GenerationDoor:
                 continue
             del self._in_doubt[key]
             self._listener.peer_quiet(key)
+
+    def remind(self) -> None:
+        """Say hello again where there is no answer, and to those in doubt: they alone can say that they are quiet."""
+        for registration in list(self._registrations.values()):
+            if not registration.decided:
+                self._say_hello(registration.address)
+        for peer in self._in_doubt.values():
+            known = self._registrations.get(peer.address)
+            if known is None or known.refusal:
+                self.register(peer.address)
+
+    def is_registered(self, key: PeerKey) -> bool:
+        """Return whether `key` is an accepted peer."""
+        return self._known(key) is not None
 
     def give_up(self, reason: str) -> None:
         """Decide every hello that waits for an answer: none will be heard."""

@@ -9,8 +9,9 @@ from functools import partial
 from typing import Final
 
 from transfer.copier import Copier
+from transfer.deadlines import DeadlineManager, Pace
 from transfer.delivery import Delivery
-from transfer.exchange import Clock, Exchange, PeerKey, legible
+from transfer.exchange import REMIND_S, Clock, Exchange, PeerKey, legible
 from transfer.generation_door import GenerationDoor
 from transfer.generation_peers import ContextPeer, Registration
 from transfer.generation_session import ENDED_LEGS, GenerationSession, Leg
@@ -40,8 +41,6 @@ from unikv.ids import GroupId, RequestId
 _log = logging.getLogger(__name__)
 
 EPOCH_BITS: Final = 63
-TICK_S: Final = 0.001
-"""How late a deadline may be noticed."""
 
 
 class GenerationEngine:
@@ -60,9 +59,10 @@ class GenerationEngine:
         )
         self._door = GenerationDoor(self._exchange, card, self)
         self._leads = card.position.leads_group
+        self._restless: dict[RequestId, None] = {}
+        self._deadlines, self._reminders = DeadlineManager(), Pace(REMIND_S)
         self._shutting_down = ""
         self._copying = False
-        self._next_tick_s = 0.0
 
     # --- called between turns -------------------------------------------------------------------------------------
 
@@ -108,6 +108,7 @@ class GenerationEngine:
             last_word_s=now_s,
         )
         self._requests[request_id] = request
+        self._deadlines.add(request_id, request.session.deadline_s)
         groups = {key: peer.card.position.data_rank for key, peer in wanted.items()}
         self._work.do(request, partial(request.session.start, groups))
 
@@ -146,19 +147,33 @@ class GenerationEngine:
     def turn(self, timeout_s: float) -> bool:
         """Handle what arrived, settle what has landed; return whether more work is runnable."""
         self._exchange.events(timeout_s, self._on_message, self._door.gone)
-        now_s, self._copying = self._clock(), False
-        for request in self._work.attended():
-            self._copying |= self._work.look_after(request)
-        if now_s >= self._next_tick_s:
-            self._next_tick_s = now_s + TICK_S
-            for request in list(self._requests.values()):
-                self._work.do(request, partial(request.session.tick, now_s))
+        self._copying = self._look_after()
+        self._watch_time(self._clock())
         self._door.watch()
         return False
 
     def copying(self) -> bool:
         """Return whether copies of ours run beside us."""
         return self._copying
+
+    def _look_after(self) -> bool:
+        """Look after the requests that copies of ours run for; return whether there are any."""
+        for request_id in list(self._restless):
+            request = self._requests.get(request_id)
+            if request is None or not self._work.look_after(request):
+                del self._restless[request_id]
+        return bool(self._restless)
+
+    def _watch_time(self, now_s: float) -> None:
+        """Give up what is late; now and then say again what nobody has answered."""
+        for request_id in self._deadlines.due(now_s):
+            request = self._requests.get(request_id)
+            if request is not None:
+                self._work.do(request, partial(request.session.tick, now_s))
+        if self._reminders.due(now_s):
+            for request in list(self._requests.values()):
+                self._work.remind(request, self._door.is_registered)
+            self._door.remind()
 
     def _on_message(self, envelope: Envelope) -> None:
         message, key = envelope.message, (envelope.incarnation, envelope.rank)
@@ -183,8 +198,10 @@ class GenerationEngine:
         match message:
             case Chunk():
                 self._work.receive(request, message, key)
+                self._restless[message.request_id] = None
             case Done():
                 self._work.finish(request, message, key)
+                self._restless[message.request_id] = None
             case Failed():
                 self._work.do(request, partial(request.session.peer_failed, key, message.reason))
             case CancelAck():

@@ -138,6 +138,22 @@ class GenerationWork:
             self._release(request)
         return copying
 
+    def remind(self, request: GenerationRequest, registered: Callable[[PeerKey], bool]) -> None:
+        """Say again what a peer has not answered: its answer may be lost, or what we said.
+
+        Args:
+            registered: whether a peer is one of ours now; one in doubt can only be asked once it is again.
+        """
+        if request.broken:
+            return
+        for key in request.session.peers(Leg.CANCELLING, Leg.IN_DOUBT):
+            if request.session.leg(key) is Leg.CANCELLING:
+                self._send_cancel(request, key)
+            elif registered(key):
+                self.cancel_again(request, key)
+        for key in request.session.peers(Leg.WITHDRAWING):
+            self._send_withdraw(request, key)
+
     def cancel_again(self, request: GenerationRequest, key: PeerKey) -> None:
         """Ask a peer that came back to stop what it may still do for its former self."""
         if request.session.leg(key) is Leg.IN_DOUBT:
@@ -193,11 +209,17 @@ class GenerationWork:
 
     def _send_cancel(self, request: GenerationRequest, key: PeerKey) -> None:
         session = request.session
-        cancel = Cancel(request_id=session.request_id, epoch=session.epoch, reason=session.reason)
+        cancel = Cancel(
+            request_id=session.request_id,
+            epoch=session.epoch,
+            reason=session.reason,
+            reply_to=self._exchange.link.address,
+        )
         self._exchange.send(request.deliveries[key].peer.address, cancel)
 
     def _send_withdraw(self, request: GenerationRequest, key: PeerKey) -> None:
-        withdraw = Withdraw(request_id=request.session.request_id, epoch=request.session.epoch)
+        session = request.session
+        withdraw = Withdraw(request_id=session.request_id, epoch=session.epoch, reply_to=self._exchange.link.address)
         self._exchange.send(request.deliveries[key].peer.address, withdraw)
 
     def _report(self, request: GenerationRequest) -> None:

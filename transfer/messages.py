@@ -162,22 +162,28 @@ class Failed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cancel:
-    """The generation rank wants to reuse the request's pages; it waits for a CancelAck or another last word."""
+    """The generation rank wants to reuse the request's pages; it waits for a CancelAck or another last word.
+
+    It is said again and again until that comes. `reply_to` is as in an Ask.
+    """
 
     request_id: RequestId
     epoch: int
     reason: str
+    reply_to: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Withdraw:
     """Who did not know which data-parallel rank has a request asked all of them, and another one has sent it.
 
-    Unlike a Cancel it says nothing about the request, which others may still wait for. It is answered by a CancelAck.
+    Unlike a Cancel it says nothing about the request, which others may still wait for. It is answered by a CancelAck,
+    and said again until that comes. `reply_to` is as in an Ask.
     """
 
     request_id: RequestId
     epoch: int
+    reply_to: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

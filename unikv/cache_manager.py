@@ -130,6 +130,7 @@ class UnifiedKVCacheManager(LayerViews):
             copy_pages=self._copier.copy,
             max_capacity_tokens=self.max_blocks_per_sequence * ledger.ledger_tokens_per_block,
             max_utilisation=reuse.max_utilisation,
+            running=set(),
             pins=set(),
             ledger=ledger,
         )
@@ -209,7 +210,11 @@ class UnifiedKVCacheManager(LayerViews):
         )
 
     def num_free_pages(self, group_id: GroupId) -> int:
-        """Return the pages a layer group can still get, idle cached ones included; all but the null slot at first."""
+        """Return the pages a layer group can still get, idle cached ones included; all but the null slot at first.
+
+        Raises:
+            UnknownLayerError: there is no such group.
+        """
         return self._cache.available(self.layout.group(group_id).pool_group)
 
     # ---- requests
@@ -337,7 +342,7 @@ class UnifiedKVCacheManager(LayerViews):
         return position + chunk_tokens + self.extra_tokens
 
     def generation_capacity(self, prompt_tokens: int, draft_tokens: int) -> int:
-        """Return the capacity in tokens for a generation that starts behind a transferred prompt with some drafts.
+        """Return the capacity in tokens for `draft_tokens` drafts behind a transferred prompt of `prompt_tokens`.
 
         Resize to it together with ``history_tokens=prompt_tokens``, so that windowed groups get live blocks only.
         """
@@ -371,6 +376,10 @@ class UnifiedKVCacheManager(LayerViews):
 
     def check_fits(self, capacity_tokens: int, history_tokens: int = 0) -> None:
         """Check that a request of this size could ever have its pages, in a cache that has nobody else. Reads only.
+
+        Args:
+            capacity_tokens: positions it shall have pages for.
+            history_tokens: how many of them are final: what left a window by then takes no page.
 
         Raises:
             CapacityError: some pool group is too small; `permanent` is set.

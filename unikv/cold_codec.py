@@ -17,14 +17,13 @@ from typing import Final, Protocol
 import torch
 
 from unikv.buffers import Tensor
-from unikv.errors import SpecError, explain
+from unikv.host_tier_options import check_codec
 from unikv.layer_spec import KEY, VALUE, KVDtype, KVLayout
 from unikv.layout import CacheLayout, PoolLayout
 
 _FP8_MAX: Final = 448.0
 _SCALE_BYTES: Final = 4
 _TORCH: Final = {KVDtype.FLOAT16: torch.float16, KVDtype.BFLOAT16: torch.bfloat16}
-CODECS: Final = ("identity", "fp8")
 
 
 class ColdCodec(Protocol):
@@ -68,20 +67,9 @@ class Fp8Codec:
         Raises:
             SpecError: the layers differ in dtype, or theirs has not 16 bits.
         """
-        first = layout.specs[0]
-        for spec in layout.specs:
-            if spec.dtype is not first.dtype:
-                want, cure = f"{first.dtype.value} as in layer {first.layer_id}", "use the identity codec"
-                raise SpecError(
-                    explain(f"layer {spec.layer_id}", "dtype under the fp8 codec", spec.dtype.value, want, cure)
-                )
-        if first.dtype not in _TORCH:
-            want, cure = " or ".join(dtype.value for dtype in _TORCH), "use the identity codec"
-            raise SpecError(
-                explain(f"layer {first.layer_id}", "dtype under the fp8 codec", first.dtype.value, want, cure)
-            )
+        check_codec("fp8", layout.specs)
         self._layout = layout
-        self._dtype = _TORCH[first.dtype]
+        self._dtype = _TORCH[layout.specs[0].dtype]
 
     def row_bytes(self, pool: PoolLayout) -> int:
         """Return half a byte per byte of K and V and four bytes per head; other buffers keep their size."""
@@ -146,6 +134,5 @@ def choose_codec(name: str, layout: CacheLayout) -> ColdCodec:
     Raises:
         SpecError: there is none of that name, or it cannot take these layers.
     """
-    if name not in CODECS:
-        raise SpecError(explain("host tier", "codec", name, f"one of {', '.join(CODECS)}", "choose one of them"))
+    check_codec(name, layout.specs)
     return IdentityCodec() if name == "identity" else Fp8Codec(layout)

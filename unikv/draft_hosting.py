@@ -19,6 +19,7 @@ _log = logging.getLogger(__name__)
 
 _EQUAL: Final = ("num_kv_heads", "head_dim", "dtype", "kv_factor", "window")
 Share = Literal["auto", "1", "0"]
+"""Whether the drafter shares the target's cache: if possible, in any case, or never."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from unikv.errors import CapacityError, InternalError, SpecError, explain
 
 DUMMY_SLOT: Final = 0
+"""The slot of rows that are no request's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from unikv.errors import SpecError, explain
+from unikv.layer_spec import KVCacheLayerSpec, KVDtype
+
+CODECS: Final = ("identity", "fp8")
+"""Names of the codecs, see `unikv.cold_codec`."""
+_FP8_DTYPES: Final = (KVDtype.FLOAT16, KVDtype.BFLOAT16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +39,30 @@ class HostTierOptions:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise SpecError(explain("host tier", name, value, ">= 1", "leave the host tier out"))
+
+
+def check_codec(codec: str, specs: Sequence[KVCacheLayerSpec]) -> None:
+    """Check that a codec can store the pages of one cache; it goes by the dtype of the layers, which must be one.
+
+    Args:
+        codec: its name, see `HostTierOptions`.
+        specs: the layers of the cache.
+
+    Raises:
+        SpecError: there is none of that name; or the layers differ in dtype, or theirs has not 16 bits, under "fp8".
+    """
+    if codec not in CODECS:
+        raise SpecError(explain("host tier", "codec", codec, f"one of {', '.join(CODECS)}", "choose one of them"))
+    if codec == "identity":
+        return
+    for spec in specs:
+        want = f"{specs[0].dtype.value} as in layer {specs[0].layer_id}"
+        if spec.dtype not in _FP8_DTYPES:
+            want = " or ".join(dtype.value for dtype in _FP8_DTYPES)
+        elif spec.dtype is specs[0].dtype:
+            continue
+        cure = "use the identity codec"
+        raise SpecError(explain(f"layer {spec.layer_id}", "dtype under the fp8 codec", spec.dtype.value, want, cure))
 
 
 def auto_host_bytes(device_bytes: int, available_bytes: int, local_ranks: int, memlock_bytes: int | None) -> int:

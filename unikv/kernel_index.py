@@ -27,6 +27,7 @@ from unikv.layer_spec import KEY, VALUE
 from unikv.layout import BufferLayout, CacheLayout
 
 IndexArray = NDArray[np.int32]
+"""Slots or page indices, of any shape; `NO_PAGE` where there is none."""
 
 _INT32_MAX: Final = 2**31 - 1
 

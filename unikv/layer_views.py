@@ -43,7 +43,8 @@ class LayerViews:
         """Return the spec of a layer.
 
         Raises:
-            UnknownLayerError: this rank holds no such layer. So do all the functions that take a layer id.
+            UnknownLayerError: this rank holds no such layer. So do all the functions that take a layer id, and those
+                that take a group id where there is no such group.
         """
         return self.layout.spec(layer_id)
 
@@ -86,12 +87,12 @@ class LayerViews:
         """Return the block scales of an NVFP4 layer, None for every other layer.
 
         Returns:
-            The leading dimensions of `get_buffers` and ``head_dim / 16``, float8_e4m3fn.
+            ``[..., head_dim / 16]`` float8_e4m3fn, with the leading dimensions of `get_buffers`.
         """
         return self._tensor(scale_geometry(self.layout, layer_id, self._slots_of_layer(layer_id)))
 
     def get_extra(self, layer_id: LayerId, role: str) -> Tensor:
-        """Return an extra buffer of a layer: ``[slots, tokens_per_block, bytes_per_token]`` uint8.
+        """Return the extra buffer `role` of a layer: ``[slots, tokens_per_block, bytes_per_token]`` uint8.
 
         Raises:
             SpecError: the layer declares no such extra.

@@ -12,7 +12,7 @@ from unikv.ranges import effective_window
 
 _THING: Final = "cache"
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 def specs_from_scalars(  # noqa: PLR0913 - the scalars such callers hold, one by one
@@ -111,7 +111,7 @@ def check_against_scalars(
                 raise SpecError(explain(f"layer {spec.layer_id}", field, got, want, cure))
 
 
-def _per_layer(field: str, value: T | Sequence[T], num_layers: int) -> Sequence[T]:
+def _per_layer(field: str, value: _T | Sequence[_T], num_layers: int) -> Sequence[_T]:
     """Spread a scalar over the layers, or check that there is one value for each."""
     if isinstance(value, str) or not isinstance(value, Sequence):
         return [value] * num_layers

@@ -63,14 +63,14 @@ class PageCacheManager:
 
     # ---- what there is
 
-    def available(self, pool_group: int) -> int:
-        """Return the pages requests can get: free ones and idle ones that can leave."""
-        return self.allocators[pool_group].num_free + self._evictable(pool_group)
+    def available(self, pool_group: int, given_up: Sequence[CachedPage] = ()) -> int:
+        """Return the pages requests can get: free ones and idle ones that can leave, without a holder of `given_up`."""
+        return self.allocators[pool_group].num_free + self._evictable(pool_group, given_up=given_up)
 
-    def utilisation(self, pool_group: int) -> float:
-        """Return the share of pages that nothing can free, from 0.0 to 1.0."""
+    def utilisation(self, pool_group: int, given_up: Sequence[CachedPage] = ()) -> float:
+        """Return the share of pages that nothing can free, from 0.0 to 1.0, were a holder of `given_up` to let go."""
         exist = self.allocators[pool_group].num_slots - 1
-        return 1.0 - self.available(pool_group) / exist
+        return 1.0 - self.available(pool_group, given_up) / exist
 
     def page_at(self, pool_group: int, slot: int) -> CachedPage | None:
         """Return the cached page in a device slot."""
@@ -182,13 +182,19 @@ class PageCacheManager:
             The new slots of each change, in the order of `changes`.
 
         Raises:
-            CapacityError: some pool group cannot serve the step; nothing was released or taken.
+            CapacityError: some pool group cannot serve the step; nothing was released or taken. Nor was it where a copy
+                to the host failed, whose error passes through; pages nobody held may have been dropped by then.
         """
         needed = self._check_room(changes, thing)
         for change in changes:
             if change.dropped:
                 self.release(change.pool_group, change.dropped)
-        self._make_room(needed)
+        try:
+            self._make_room(needed)
+        except BaseException:
+            for change in changes:
+                self.allocators[change.pool_group].reclaim(change.dropped)
+            raise
         self.statistics.fresh_pages += sum(needed.values())
         return [self.allocators[change.pool_group].allocate(change.needed_pages) for change in changes]
 
@@ -205,7 +211,12 @@ class PageCacheManager:
             allocator.release((slot,))
 
     def lock(
-        self, pages: Sequence[CachedPage], changes: Sequence[GroupChange], *, thing: str
+        self,
+        pages: Sequence[CachedPage],
+        changes: Sequence[GroupChange],
+        *,
+        thing: str,
+        given_up: Sequence[CachedPage] = (),
     ) -> list[tuple[SlotId, ...]]:
         """Bring `pages` to the device with one reference each for the caller, and allocate fresh slots beside them.
 
@@ -213,21 +224,30 @@ class PageCacheManager:
             pages: held by the caller; from then on their `slot` stays.
             changes: fresh slots that are wanted; they give nothing back.
             thing: whose step it is, for messages.
+            given_up: pages the caller holds and lets go of with this step, in that order; they may serve it.
 
         Returns:
             The fresh slots of each change.
 
         Raises:
-            CapacityError: not enough pages; nothing was changed.
+            CapacityError: not enough pages; nothing was changed. A copy to or from the host may fail too, and its
+                error passes through: then nothing was locked or taken, only `given_up` was let go of.
         """
         cold = Counter(page.pool_group for page in pages if page.slot == NO_PAGE)
         own = Counter(page.pool_group for page in pages if page in self._warm_queues[page.pool_group])
-        needed = self._check_room(changes, thing, cold, own)
-        for page in pages:
-            if page.slot != NO_PAGE:
-                self.allocators[page.pool_group].retain((page.slot,))
-        self._make_room(needed)
-        self._load([page for page in pages if page.slot == NO_PAGE])
+        needed = self._check_room(changes, thing, cold, own, given_up)
+        here = [page for page in pages if page.slot != NO_PAGE]
+        for page in here:
+            self.allocators[page.pool_group].retain((page.slot,))
+        for page in given_up:
+            self.unhold(page)
+        try:
+            self._make_room(needed)
+            self._load([page for page in pages if page.slot == NO_PAGE])
+        except BaseException:
+            for page in here:
+                self.allocators[page.pool_group].release((page.slot,))
+            raise
         fresh = sum(change.needed_pages for change in changes)
         self.statistics.fresh_pages += fresh
         return [self.allocators[change.pool_group].allocate(change.needed_pages) for change in changes]
@@ -275,17 +295,16 @@ class PageCacheManager:
         thing: str,
         cold: Mapping[int, int] | None = None,
         own: Mapping[int, int] | None = None,
+        given_up: Sequence[CachedPage] = (),
     ) -> dict[int, int]:
-        """Return the slots needed per pool group.
+        """Return the slots needed per pool group; CapacityError if they are not to be had.
 
         Args:
             changes: what the step wants and gives back.
             thing: whose step it is.
             cold: further slots needed per pool group, for pages on the host.
             own: idle held pages per pool group that must not make room, since the step needs them.
-
-        Raises:
-            CapacityError: they are not to be had.
+            given_up: pages that lose a holder with the step.
         """
         needed: dict[int, int] = dict(cold or {})
         for change in changes:
@@ -296,7 +315,7 @@ class PageCacheManager:
             if wanted <= allocator.num_free:
                 continue
             here = [change for change in changes if change.pool_group == pool_group]
-            free = allocator.num_free + self._evictable(pool_group, (own or {}).get(pool_group, 0))
+            free = allocator.num_free + self._evictable(pool_group, (own or {}).get(pool_group, 0), given_up)
             free += self._gained(pool_group, [slot for change in here for slot in change.dropped])
             if wanted > free:
                 groups = ", ".join(str(change.group_id) for change in here if change.needed_pages)
@@ -316,17 +335,19 @@ class PageCacheManager:
             gained += left == 0 or (left == 1 and page is not None and not page.holders)
         return gained
 
-    def _evictable(self, pool_group: int, own: int = 0) -> int:
+    def _evictable(self, pool_group: int, own: int = 0, given_up: Sequence[CachedPage] = ()) -> int:
         queue = self._warm_queues[pool_group]
-        return queue.num_droppable + min(queue.num_held - own, self._cold_room(pool_group))
+        last = [page for page in given_up if page.pool_group == pool_group and page.holders == 1]
+        here, there = sum(page in queue for page in last), sum(page.slot == NO_PAGE for page in last)
+        return queue.num_droppable + here + min(queue.num_held - here - own, self._cold_room(pool_group) + there)
 
     def _cold_room(self, pool_group: int) -> int:
         cold = self._cold[pool_group]
         return 0 if cold is None else cold.num_free + len(self._cold_queues[pool_group])
 
     def _make_room(self, needed: Mapping[int, int]) -> None:
-        """Evict until the allocators have what was found to be possible."""
-        stores: dict[tuple[int, int], tuple[GroupId, int]] = {}
+        """Evict until the allocators have what was found to be possible; where a copy fails, no page has moved."""
+        stores: dict[tuple[int, int], tuple[CachedPage, int]] = {}
         for pool_group, wanted in needed.items():
             allocator, queue = self.allocators[pool_group], self._warm_queues[pool_group]
             while allocator.num_free < wanted:
@@ -337,12 +358,25 @@ class PageCacheManager:
                     )
                 self._evict(page, stores)
         moves: dict[GroupId, list[PageMove]] = defaultdict(list)
-        for (_, target), (group_id, source) in stores.items():
-            moves[group_id].append(PageMove(source, target - 1))
+        for (_, target), (page, source) in stores.items():
+            moves[page.group_id].append(PageMove(source, target - 1))
         if moves and self._tier is not None:
-            self._tier.store(moves)
+            try:
+                self._tier.store(moves)
+            except BaseException:
+                self._take_back(stores)
+                raise
+            self.statistics.stored_pages += len(stores)
 
-    def _evict(self, page: CachedPage, stores: dict[tuple[int, int], tuple[GroupId, int]]) -> None:
+    def _take_back(self, stores: Mapping[tuple[int, int], tuple[CachedPage, int]]) -> None:
+        """Let pages live on in the slots that they were to leave."""
+        for (pool_group, target), (page, slot) in stores.items():
+            if page.cold == target:  # else making room dropped it
+                self.allocators[pool_group].reclaim((slot,))
+                self.warm_up(page, slot)
+                self.release(pool_group, (slot,))
+
+    def _evict(self, page: CachedPage, stores: dict[tuple[int, int], tuple[CachedPage, int]]) -> None:
         """Move a page to the host, or drop it where there is no room."""
         pool_group = page.pool_group
         target = self._cold_slot(pool_group)
@@ -353,11 +387,10 @@ class PageCacheManager:
             self.statistics.dropped_pages += 1
             self.unlink(page)
         else:
-            stores[pool_group, target] = (page.group_id, page.slot)
+            stores[pool_group, target] = (page, page.slot)
             slot, page.slot, page.cold = page.slot, NO_PAGE, target
             del self._pages[pool_group, slot]
             self.allocators[pool_group].unkeep(slot)
-            self.statistics.stored_pages += 1
             self.settle(page)
 
     def _cold_slot(self, pool_group: int) -> SlotId | None:
@@ -378,8 +411,13 @@ class PageCacheManager:
             allocator = self.allocators[page.pool_group]
             [slot] = allocator.allocate(1)  # the caller's reference
             moves[page.group_id].append(PageMove(page.cold - 1, slot))
-        if moves and self._tier is not None:
-            self._tier.load(moves)
+        try:
+            if moves and self._tier is not None:
+                self._tier.load(moves)
+        except BaseException:
+            for group_id, group_moves in moves.items():
+                self.release(self.layout.groups[group_id].pool_group, [move.target for move in group_moves])
+            raise
         targets = {group_id: iter(group_moves) for group_id, group_moves in moves.items()}
         for page in pages:
             self.warm_up(page, next(targets[page.group_id]).target)

@@ -9,7 +9,7 @@ from typing import Self
 
 from unikv.cp_ledger import CpLedger
 from unikv.errors import SpecError, explain
-from unikv.ids import GroupId
+from unikv.ids import GroupId, RequestId
 from unikv.layout import CacheLayout, GroupLayout
 from unikv.page_cache import PageCacheManager
 from unikv.page_moves import Moves
@@ -27,7 +27,8 @@ class PageSource:
         cache: slots, cached pages and the prefix tree.
         copy_pages: copies pages from slot to slot, on the device's current stream.
         max_capacity_tokens: positions that a block-table row has room for.
-        max_utilisation: share of any pool group's pages in use above which nothing is resumed.
+        max_utilisation: share of any pool group's pages in use above which nothing is resumed beside what runs.
+        running: requests that are ACTIVE.
         pins: every pin that has not been released, for the integrity check.
         ledger: which blocks of a sequence this rank has; all of them without context parallelism.
     """
@@ -37,6 +38,7 @@ class PageSource:
     copy_pages: Callable[[Moves], None]
     max_capacity_tokens: int
     max_utilisation: float
+    running: set[RequestId]
     pins: set[PagePin]
     ledger: CpLedger
 

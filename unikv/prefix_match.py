@@ -89,8 +89,6 @@ def match_prefix(
     if branches:
         tail, length = _best_branch(branches, groups, len(nodes), tokens_per_block, backoff_tokens)
         nodes.append(tail)
-    if not partial:
-        length -= length % tokens_per_block
     required = [g for g in groups if g.reuse_policy is ReusePolicy.REQUIRED or g.group_id in also_required]
     cut = -1
     while cut != length:

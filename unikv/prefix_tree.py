@@ -23,6 +23,7 @@ from unikv.errors import SpecError, explain
 from unikv.ids import GroupId
 
 TOKEN_BYTES: Final = 8
+"""Bytes of one token in a key."""
 MAX_SIBLINGS: Final = 32
 """With this many children the longest common prefix is not searched for: it would cost more than it saves."""
 
@@ -41,6 +42,7 @@ class ReuseScope:
 
 
 EVERYBODY: Final = ReuseScope()
+"""The scope of the base model and of no tenant in particular."""
 
 
 def token_bytes(tokens: Sequence[int] | np.ndarray) -> bytes:

@@ -18,6 +18,7 @@ from enum import Enum
 import numpy as np
 
 from unikv.block_rows import BlockRow
+from unikv.cached_page import CachedPage
 from unikv.errors import CapacityError, InternalError, LocalProtocolError, SpecError, explain
 from unikv.ids import GroupId, RequestId
 from unikv.page_source import PageSource
@@ -35,7 +36,11 @@ __all__ = ["KVCacheRequest", "RequestState", "ResumeResult"]
 
 
 class ResumeResult(Enum):
-    """How a resume ended. Only OK changed anything; the others may be tried again."""
+    """How a resume ended. Only OK changed anything; the others may be tried again.
+
+    OVER_UTILISATION never lasts: where no request runs, none is refused for it. OUT_OF_PAGES ends when others give
+    pages back; `UnifiedKVCacheManager.check_fits` says whether a request could ever have its own.
+    """
 
     OK = "ok"
     OVER_UTILISATION = "over utilisation"
@@ -78,6 +83,7 @@ class KVCacheRequest(RequestPages):
         self._publisher = publisher
         self._claim = claim
         self._held: HeldPages | None = None
+        self._enter(state)
 
     @property
     def committed_tokens(self) -> int:
@@ -95,7 +101,10 @@ class KVCacheRequest(RequestPages):
         return 0 if self._claim is None else self._claim.match.divergence_tokens
 
     def reuse_status(self) -> tuple[ReuseStatus, ...]:
-        """Return what each layer group can take over, by group id; empty without a claim."""
+        """Return what each layer group can take over, by group id, and after the first resume what it did.
+
+        Empty for a request that was created without tokens.
+        """
         return () if self._claim is None else tuple(self._claim.status.values())
 
     # ---- running and not running
@@ -103,12 +112,22 @@ class KVCacheRequest(RequestPages):
     def resume(self, optional_groups: Iterable[GroupId] | None = None) -> ResumeResult:
         """Bring the pages to the device and make the request ACTIVE, or change nothing.
 
-        The first resume fixes what is taken over from the prefix tree. OPTIONAL groups that are not selected let go
-        of their pages before anything is allocated, even if the resume then fails.
+        The first resume that succeeds fixes what is taken over from the prefix tree. OPTIONAL groups that are not
+        selected let go of their pages before anything is allocated, and `reuse_status` calls them incomplete from then
+        on. Another selection may follow a resume that found no room.
+
+        Beside running requests, none is resumed where more than `ReuseOptions.max_utilisation` of a pool group's pages
+        is in use; where none runs, nobody would ever free them, and that limit does not count.
+
+        Where a copy inside the pools or from and to the host fails, its error passes through, and the request is
+        suspended as before, with all its pages; only what was not selected is gone.
 
         Args:
             optional_groups: OPTIONAL groups that take over their pages, from those that `reuse_status` calls complete.
-                Only for the first resume. None selects nothing.
+                Not once a resume has succeeded. None selects nothing.
+
+        Returns:
+            OK, or why nothing was changed.
 
         Raises:
             SpecError: a group cannot be selected; nothing was changed.
@@ -116,20 +135,19 @@ class KVCacheRequest(RequestPages):
         """
         self._require("resume")
         thing = f"request {self.request_id}"
-        first = self._held is None
-        if first and self._claim is not None:
-            self._claim.select(optional_groups or (), thing)
+        claim = self._claim if self._held is None else None
+        if claim is not None:
+            claim.select(optional_groups or (), thing)
         elif optional_groups is not None:
             cure = "select groups when the request is resumed for the first time"
             raise SpecError(explain(thing, "optional_groups", list(optional_groups), "None from then on", cure))
-        pool_groups = {row.group.pool_group for row in self._rows.values()}
-        if any(self._source.cache.utilisation(p) > self._source.max_utilisation for p in pool_groups):
+        if self._source.running and self._is_crowded([] if claim is None else claim.given_up()):
             return ResumeResult.OVER_UTILISATION
         try:
             self._bring_back(thing)
         except CapacityError:
             return ResumeResult.OUT_OF_PAGES
-        self._state = RequestState.ACTIVE
+        self._enter(RequestState.ACTIVE)
         return ResumeResult.OK
 
     def suspend(self) -> None:
@@ -138,13 +156,16 @@ class KVCacheRequest(RequestPages):
         Raises:
             LocalProtocolError: the request is not active.
         """
-        self._state = self._require("suspend")
+        self._enter(self._require("suspend"))
         self._held = HeldPages.of(self._source.cache, self._rows)
         for row in self._rows.values():
             row.fill(self._num_blocks, row.stale, ())
 
     def revert_context(self, capacity_tokens: int) -> bool:
         """Undo the scheduling of a prefill chunk: shrink to the capacity before it and suspend.
+
+        Args:
+            capacity_tokens: the capacity before the chunk.
 
         Returns:
             False where the history has passed that capacity: then the request was closed, and its prompt begins anew.
@@ -161,12 +182,17 @@ class KVCacheRequest(RequestPages):
         return True
 
     def close(self) -> None:
-        """Give all pages back; pinned ones follow when their pins go. What was published stays. Safe to call twice."""
+        """Give all pages back; pinned ones follow when their pins go. Safe to call twice.
+
+        What was published stays, and the partial block at the end of the committed tokens is published now, from a
+        suspended request too. A claim that never ran leaves things as they were.
+        """
         if self.closed:
             return
+        ran = self._state is RequestState.ACTIVE or self._held is not None
+        if ran and self._publisher is not None:
+            self._publisher.stop(self._held if self._state is RequestState.SUSPENDED else None)
         if self._state is RequestState.ACTIVE:
-            if self._publisher is not None:
-                self._publisher.stop()
             for row in self._rows.values():
                 self._source.cache.release(row.group.pool_group, [slot for _, slot in row.pages()])
         else:
@@ -175,7 +201,7 @@ class KVCacheRequest(RequestPages):
                     held.drop()
         for row in self._rows.values():
             row.fill(0, row.stale, ())
-        self._state = self._require("close")
+        self._enter(self._require("close"))
         self._capacity_tokens = self._history_tokens = self._num_blocks = 0
         self._growths.clear()
         self._on_close(self.request_id)
@@ -294,13 +320,30 @@ class KVCacheRequest(RequestPages):
 
     # ---- inside
 
+    def _enter(self, state: RequestState) -> None:
+        self._state = state
+        if state is RequestState.ACTIVE:
+            self._source.running.add(self.request_id)
+        else:
+            self._source.running.discard(self.request_id)
+
+    def _is_crowded(self, given_up: Sequence[CachedPage]) -> bool:
+        """Return whether too much is in use to resume, in any pool group, were the request to let go of `given_up`."""
+        cache, limit = self._source.cache, self._source.max_utilisation
+        pool_groups = {row.group.pool_group for row in self._rows.values()}
+        return any(cache.utilisation(pool_group, given_up) > limit for pool_group in pool_groups)
+
     def _bring_back(self, thing: str) -> None:
         cache = self._source.cache
         if self._held is not None:
             self._held.take(self._rows, thing)
         elif self._claim is not None:
             moves = self._claim.take(self._rows, thing)
-            self._source.copy_pages(moves)
+            try:
+                self._source.copy_pages(moves)
+            except BaseException:
+                self._claim.put_back(self._rows, moves)
+                raise
             self._claim.finish(moves)
             self._held = HeldPages(cache, {}, {})
 

@@ -8,11 +8,11 @@ A block that is used in part is copied: its new owner will write behind the part
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from unikv.block_rows import BlockRow
 from unikv.cached_page import CachedPage
-from unikv.errors import SpecError, explain
+from unikv.errors import CapacityError, SpecError, explain
 from unikv.ids import GroupId, SlotId
 from unikv.layer_spec import ReusePolicy
 from unikv.page_cache import PageCacheManager
@@ -24,14 +24,15 @@ from unikv.slots import GroupChange
 
 @dataclass(slots=True)
 class PrefixClaim:
-    """The pages one request may take over. Its owner moves it along: `select`, then `take`, or `drop`.
+    """The pages one request may take over. Its owner moves it along: `select`, `take` and `finish`, or `drop`.
+
+    A `take` that finds too few pages changes nothing, so that another selection may follow.
 
     Attributes:
         match: what the lookup found.
-        status: what each layer group can take over.
+        status: what each layer group can take over; what a `take` left out is incomplete from then on.
         pages: held pages by group and ordinal.
         selected: groups that will run on them.
-        fixed: whether a selection was made; what it left out is gone.
     """
 
     cache: PageCacheManager
@@ -39,7 +40,6 @@ class PrefixClaim:
     status: dict[GroupId, ReuseStatus]
     pages: dict[GroupId, dict[int, CachedPage]]
     selected: set[GroupId] = field(default_factory=set)
-    fixed: bool = False
 
     @classmethod
     def of(cls, cache: PageCacheManager, match: PrefixMatch) -> PrefixClaim:
@@ -57,7 +57,7 @@ class PrefixClaim:
         return cls(cache, match, status, pages)
 
     def select(self, optional_groups: Iterable[GroupId], thing: str) -> None:
-        """Choose the OPTIONAL groups that run on what they claimed; the others let go of it at once.
+        """Choose the OPTIONAL groups that run on what they claimed; the others let go of it when the claim is taken.
 
         Raises:
             SpecError: a group is not OPTIONAL or not complete; nothing was chosen.
@@ -67,17 +67,20 @@ class PrefixClaim:
             status = self.status.get(group_id)
             if status is None or status.policy is not ReusePolicy.OPTIONAL or group_id not in self.pages:
                 got = "no such group" if status is None else f"{status.policy.value}, complete={status.complete}"
-                if self.fixed and status is not None and status.policy is ReusePolicy.OPTIONAL and status.complete:
-                    got = "declined by an earlier resume"
                 want = "an OPTIONAL group that is complete in reuse_status()"
                 raise SpecError(explain(thing, f"optional_groups entry {group_id}", got, want, "leave it out"))
         required = {g for g, status in self.status.items() if status.policy is ReusePolicy.REQUIRED}
-        self.selected, self.fixed = required | chosen, True
-        for group_id in [g for g in self.pages if g not in self.selected]:
-            self._let_go(group_id)
+        self.selected = required | chosen
+
+    def given_up(self) -> list[CachedPage]:
+        """Return the pages of groups that were not selected; the last block first: so it is evicted first."""
+        declined = [pages for group_id, pages in self.pages.items() if group_id not in self.selected]
+        return [page for pages in declined for _, page in sorted(pages.items(), reverse=True)]
 
     def take(self, rows: Mapping[GroupId, BlockRow], thing: str) -> Moves:
-        """Fill `rows` with the claimed pages and fresh ones, and let go of the claim; return the copies that are due.
+        """Fill `rows` with the claimed pages of the selected groups and fresh ones; return the copies that are due.
+
+        `finish` or `put_back` must follow.
 
         Args:
             rows: the request's, empty so far.
@@ -88,20 +91,36 @@ class PrefixClaim:
         """
         tpb, length = self.cache.layout.tokens_per_block, self.match.num_tokens
         tail = length // tpb if length % tpb else -1
-        shared = {g: [(o, p) for o, p in self.pages.get(g, {}).items() if o != tail] for g in rows}
+        chosen = {g: self.pages.get(g, {}) if g in self.selected else {} for g in rows}
+        shared = {g: [(o, p) for o, p in chosen[g].items() if o != tail] for g in rows}
         fresh = {g: self._fresh(row, {o for o, _ in shared[g]}) for g, row in rows.items()}
         changes = [self._change(rows[g], len(shared[g]), len(ordinals)) for g, ordinals in fresh.items()]
-        slots = self.cache.lock(self.held_pages(), changes, thing=thing)
-        moves = self._fill(rows, shared, dict(zip(fresh, zip(fresh.values(), slots, strict=True), strict=True)), tail)
-        self.cache.statistics.reused_pages += sum(len(pages) for pages in shared.values())
-        self.cache.statistics.copied_pages += len(moves)
-        return moves
+        pages = [page for group_pages in chosen.values() for page in group_pages.values()]
+        try:
+            slots = self.cache.lock(pages, changes, thing=thing, given_up=self.given_up())
+        except CapacityError:
+            raise
+        except BaseException:
+            self._forget_declined()
+            raise
+        self._forget_declined()
+        return self._fill(rows, shared, dict(zip(fresh, zip(fresh.values(), slots, strict=True), strict=True)), tail)
 
     def finish(self, moves: Moves) -> None:
         """Let go of what `take` used, the sources of its copies too, which must have been made (or queued)."""
+        self.cache.statistics.reused_pages += len(self.held_pages()) - len(moves)
+        self.cache.statistics.copied_pages += len(moves)
         for group_id, copies in moves.items():
             self.cache.release(self.cache.layout.groups[group_id].pool_group, [move.source for move in copies])
         self.drop()
+
+    def put_back(self, rows: Mapping[GroupId, BlockRow], moves: Moves) -> None:
+        """Undo `take`, whose copies `moves` failed: empty `rows`, and hold the pages as before."""
+        for group_id, row in rows.items():
+            sources = [move.source for move in moves.get(group_id, ())]
+            self.cache.release(row.group.pool_group, [*(slot for _, slot in row.pages()), *sources])
+            row.fill(row.slots.shape[0], row.stale, ())
+            row.unwritten = Span(0, 0)
 
     def drop(self) -> None:
         """Let go of everything."""
@@ -111,6 +130,12 @@ class PrefixClaim:
     def held_pages(self) -> list[CachedPage]:
         """Return every held page."""
         return [page for pages in self.pages.values() for page in pages.values()]
+
+    def _forget_declined(self) -> None:
+        """Drop from the books what `given_up` named and the cache has let go of."""
+        for group_id in [g for g in self.pages if g not in self.selected]:
+            del self.pages[group_id]
+            self.status[group_id] = replace(self.status[group_id], complete=False, coverage=())
 
     def _let_go(self, group_id: GroupId) -> None:
         # The last block first: so it is evicted first.

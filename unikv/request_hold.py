@@ -56,6 +56,11 @@ class HeldPages:
         for page in reversed(pages):
             self.cache.unhold(page)
 
+    def page(self, group_id: GroupId, ordinal: int) -> CachedPage | None:
+        """Return the page of a block, also of one that waits to be published."""
+        waiting = self.pending.get(group_id, {}).get(ordinal)
+        return waiting or self.pages.get(group_id, {}).get(ordinal)
+
     def held_pages(self) -> list[CachedPage]:
         """Return every held page."""
         return [page for held in (self.pages, self.pending) for pages in held.values() for page in pages.values()]

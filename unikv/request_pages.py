@@ -252,7 +252,7 @@ class RequestPages:
         return int(row.slots[local]), offset
 
     def page_tables(self) -> dict[GroupId, SlotRow]:
-        """Return a copy of every row for a transfer; ordinals outside the window of the history show no page.
+        """Return a copy of every row, ``[num_blocks]`` int32, for a transfer; ordinals out of the window show no page.
 
         Always one row per layer group: a closed request has empty ones, a suspended one shows no page.
         """

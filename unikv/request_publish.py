@@ -16,6 +16,7 @@ from unikv.layer_spec import ReusePolicy
 from unikv.page_cache import PageCacheManager
 from unikv.prefix_match import PrefixMatch
 from unikv.prefix_tree import TOKEN_BYTES, PrefixNode, ReuseScope
+from unikv.request_hold import HeldPages
 
 Priority = Callable[[int, GroupId], int]
 """Eviction priority of a page by block ordinal and layer group, 0 (goes first) to 100."""
@@ -47,6 +48,7 @@ class PrefixPublisher:
         self._partial = partial
         self._block_tokens = cache.layout.tokens_per_block
         self._tokens = bytearray()
+        self._held: HeldPages | None = None
         self.committing = True
         self.nodes: list[PrefixNode] = []
         self.tail: PrefixNode | None = None
@@ -68,15 +70,20 @@ class PrefixPublisher:
         self._prune()
         self._drop_pending(len(self.nodes))
 
-    def stop(self) -> None:
-        """Publish the partial block at the end and let go of every page that waited to be published. Idempotent."""
+    def stop(self, held: HeldPages | None = None) -> None:
+        """Publish the partial block at the end and let go of every page that waited to be published. Idempotent.
+
+        Args:
+            held: the pages of a suspended request, which are in no row; they stay its own.
+        """
         if self.committing:
-            self.committing = False
+            self.committing, self._held = False, held
             self._publish_full()
             if self._partial:
                 self._publish_tail()
             self._prune()
             self._drop_pending(None)
+            self._held = None
 
     def holds_back(self, row: BlockRow, ordinals: Iterable[int], capacity_tokens: int) -> list[int]:
         """Return which of `ordinals`, about to leave the window, have a page that is still to be published.
@@ -127,29 +134,31 @@ class PrefixPublisher:
     def _publish_page(self, node: PrefixNode, row: BlockRow, span: int) -> None:
         """Give `node` our page, or take the one it has where that is as good."""
         slot = row.at(node.ordinal)
+        held = None if self._held is None else self._held.page(row.group.group_id, node.ordinal)
         valid_from = row.valid_from(node.ordinal, self._block_tokens)
-        if slot == NO_PAGE or valid_from >= span:
+        if (slot == NO_PAGE and held is None) or valid_from >= span:
             return
         there = node.page(row.group.group_id)
         if there is not None and there.covers(valid_from, span):
-            if span == self._block_tokens:  # behind the span of a shorter one, its owner goes on writing
+            # Behind the span of a shorter one, its owner goes on writing. Who is suspended needs no page any more.
+            if span == self._block_tokens and held is None:
                 self._share(there, row, slot, valid_from)
         elif there is None or (valid_from <= there.valid_from and span >= there.span):
-            self._put(node, row, slot, valid_from, span)
+            page = held or self._cache.page_at(row.group.pool_group, slot) or self._cached(node, row, slot, span)
+            self._put(node, page, valid_from, span)
 
-    def _put(self, node: PrefixNode, row: BlockRow, slot: int, valid_from: int, span: int) -> None:
-        group = row.group
-        page = self._cache.page_at(group.pool_group, slot)
-        if page is None:
-            page = self._cache.cache(
-                CachedPage(
-                    group_id=group.group_id, pool_group=group.pool_group, slot=slot, ordinal=node.ordinal, span=span
-                )
-            )
-        elif page.node is not None:
-            return  # it serves another node
+    def _cached(self, node: PrefixNode, row: BlockRow, slot: int, span: int) -> CachedPage:
+        group_id, pool_group = row.group.group_id, row.group.pool_group
+        return self._cache.cache(
+            CachedPage(group_id=group_id, pool_group=pool_group, slot=slot, ordinal=node.ordinal, span=span)
+        )
+
+    def _put(self, node: PrefixNode, page: CachedPage, valid_from: int, span: int) -> None:
+        # In the tree already, it is this node's: a page has the tokens of one line of blocks, and that line one node
+        # per block. Another request shares it and published it, but knew of less that was written.
+        assert page.node is None or page.node is node, "a page serves one block"
         page.span, page.valid_from = span, valid_from
-        page.priority = self._priority(node.ordinal, group.group_id)
+        page.priority = self._priority(node.ordinal, page.group_id)
         self._cache.publish(node, page)
 
     def _share(self, there: CachedPage, row: BlockRow, slot: int, valid_from: int) -> None:

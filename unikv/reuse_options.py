@@ -17,7 +17,9 @@ class ReuseOptions:
         partial_blocks: whether the last block of a match may be used in part, at the price of one page copy.
         backoff_tokens: how many prompt tokens ahead a hosted drafter reads; as many matched ones are computed again,
             and windows keep as many tokens more.
-        max_utilisation: share of a pool group's pages in use above which no request is resumed, in (0, 1].
+        max_utilisation: share of a pool group's pages in use above which no request is resumed beside running ones, in
+            (0, 1]. Pages of suspended requests are in use where no host tier can take them. Where no request runs, the
+            next one is resumed whatever is in use: else all of them could wait for one another.
 
     Raises:
         SpecError: a value is out of its range.
@@ -36,6 +38,7 @@ class ReuseOptions:
 
 
 DEFAULT_REUSE: Final = ReuseOptions()
+"""Partial blocks, no back-off, no watermark."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -131,6 +131,15 @@ class SlotAllocator:
                 del self._references[slot]
                 self._recycled[slot] = None
 
+    def reclaim(self, slots: Iterable[int]) -> None:
+        """Undo a `release` since which nothing was handed out: add a reference to every slot, free ones included."""
+        for slot in slots:
+            if slot in self._recycled:
+                del self._recycled[slot]
+                self._references[slot] = 1
+            else:
+                self.retain((slot,))
+
     def freed_by(self, slots: Iterable[int]) -> int:
         """Return how many slots `release(slots)` would make free."""
         return sum(self.references(slot) == times for slot, times in Counter(slots).items())

@@ -7,7 +7,7 @@ from typing import Final
 
 from unikv.errors import SpecError, explain
 from unikv.ids import LayerId
-from unikv.layer_spec import KVCacheLayerSpec, KVDtype
+from unikv.layer_spec import KVCacheLayerSpec
 
 _DRAFT_FIELDS: Final = ("num_kv_heads", "head_dim", "dtype", "kv_factor", "window")
 _RELOCATION_FIELDS: Final = ("num_kv_heads", "kv_factor", "window")
@@ -28,16 +28,6 @@ def check_stage(specs: Sequence[KVCacheLayerSpec], local_layer_ids: Sequence[Lay
     if missing := sorted(local - described):
         want = f"{len(local)}, one for each layer of this stage ({held})"
         raise SpecError(explain(f"layer {missing[0]}", "specs of the stage", len(specs), want, "add the missing spec"))
-
-
-def uniform_dtype(specs: Sequence[KVCacheLayerSpec]) -> KVDtype:
-    """Return the one element type of all layers, for a codec that knows a single one.
-
-    Raises:
-        SpecError: two layers differ.
-    """
-    _check_equal(specs, ("dtype",), "use one dtype in all layers, or switch page compression off")
-    return specs[0].dtype
 
 
 def check_draft_uniform(specs: Sequence[KVCacheLayerSpec]) -> None:

@@ -61,7 +61,11 @@ class SpeculationShape:
         return max(self.num_extra_kv_tokens, self.block_width) if hosts_draft else self.num_extra_kv_tokens
 
     def generation_headroom(self, hosts_draft: bool) -> int:
-        """Return how many tokens the capacity leads the history by during a generation step."""
+        """Return how many tokens the capacity leads the history by during a generation step.
+
+        Args:
+            hosts_draft: whether the cache holds draft layers.
+        """
         return self.extra_tokens(hosts_draft) + self.tokens_per_generation_step
 
 

@@ -15,6 +15,7 @@ from workers.bench_case import BenchRequest, Progress, case_result, pattern_jobs
 from workers.config import HFRunnerConfig, PairConfig
 from workers.config_load import load_pair, pair_cases
 from workers.floors import memcpy_gb_per_s
+from workers.pair_run import judge
 
 WARM_UPS: Final = 1
 """Requests of a pattern workload that run first and do not count: they fault pages in and fill lane caches."""
@@ -26,16 +27,16 @@ def run_bench(request: BenchRequest, progress: Progress) -> dict[str, Any]:
 
     Raises:
         ConfigError: the pair file or a prompt is wrong.
-        IncompatiblePeerError: the gate refuses a case; nothing of that case was started.
+        IncompatiblePeerError: the gate refuses a case; nothing was started.
         LinkBrokenError: workers did not come up.
     """
     whole = load_pair(request.source, overrides=request.overrides, case=request.case)
     names: Sequence[str | None] = [request.case] if request.case else pair_cases(whole) or [None]
+    pairs = [load_pair(request.source, overrides=request.overrides, case=name) for name in names]
+    for pair in pairs:
+        judge(pair)
     floor = memcpy_gb_per_s()
-    cases = []
-    for name in names:
-        pair = load_pair(request.source, overrides=request.overrides, case=name)
-        cases.append(_run_case(request, pair, name, floor, progress))
+    cases = [_run_case(request, pair, name, floor, progress) for pair, name in zip(pairs, names, strict=True)]
     return _result(whole, cases)
 
 

@@ -19,7 +19,7 @@ from transfer.cards import build_card
 from transfer.hello import HostIdentity, MemoryExport, ParallelPosition, RankCard, Side, SpeculativeCard
 from unikv.budget import PoolBudget
 from unikv.errors import ConfigError, SpecError, explain
-from unikv.host_tier_options import HostTierOptions
+from unikv.host_tier_options import HostTierOptions, check_codec
 from unikv.ids import GroupId, LayerId
 from unikv.layer_spec import KVCacheLayerSpec, LayerOwner
 from unikv.layout import CacheLayout, build_layout
@@ -57,8 +57,8 @@ def rank_specs(side: SideConfig, position: ParallelPosition) -> tuple[KVCacheLay
     """Return the layers of the rank at `position` with the heads it holds; layer ids are global.
 
     Raises:
-        ConfigError: the side lists no layers (its model decides), heads and tp do not divide one another, or a
-            pipeline stage would have no layer.
+        ConfigError: the side lists no layers (its model decides), heads and tp do not divide one another, a pipeline
+            stage would have no layer, or the host tier's codec cannot store these layers.
     """
     numbered = tuple(_numbered(side))
     held = _stage(side, position)
@@ -67,9 +67,16 @@ def rank_specs(side: SideConfig, position: ParallelPosition) -> tuple[KVCacheLay
         for number, entry, layer_id in numbered
         if (position.pp_rank == position.pp - 1 if entry.owner is LayerOwner.DRAFT else layer_id in held)
     ]
-    return tuple(
+    specs = tuple(
         entry.spec(layer_id, heads=_local_heads(side, number, entry, position)) for number, entry, layer_id in layers
     )
+    tier = host_tier_options(side)
+    if tier is not None:
+        try:
+            check_codec(tier.codec, specs)
+        except SpecError as error:
+            raise ConfigError(f"{side.source}: {side.side}.host_tier.codec: {error}") from None
+    return specs
 
 
 def rank_layout(side: SideConfig, position: ParallelPosition) -> CacheLayout:

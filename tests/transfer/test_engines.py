@@ -16,7 +16,7 @@ from transfer.context_door import MAX_STRANGERS
 from transfer.context_engine import ContextEngine
 from transfer.copier import CopyJob, CopyTicket
 from transfer.copy_host import HostCopier
-from transfer.exchange import MAX_REASON_BYTES, Exchange
+from transfer.exchange import MAX_REASON_BYTES, REMIND_S, Exchange
 from transfer.generation_engine import GenerationEngine
 from transfer.generation_peers import Registration
 from transfer.hello import ParallelPosition, PathKind, RankCard, Side
@@ -895,6 +895,72 @@ def test_a_reason_too_long_to_travel_is_cut(world: World) -> None:
     context.engine.fail(RequestId(1), "ü" * 100_000 + "\ud800")
     world.settle(2)
     assert got.quiet and reason_of(got).startswith("üüü") and len(reason_of(got).encode()) <= MAX_REASON_BYTES
+
+
+# --- lost words are said again ----------------------------------------------------------------------------------------
+
+
+def pass_reminder(world: World) -> None:
+    for node in world.nodes:
+        node.clock.now_s += REMIND_S
+    world.settle()
+
+
+@pytest.mark.parametrize("lost", ["cancel", "acknowledgement"])
+def test_a_cancel_is_said_again_until_it_is_acknowledged(world: World, lost: str) -> None:
+    context, generation = world.pair()
+    got = receive(generation, 1, context)
+    world.settle(3)
+    generation.engine.cancel(RequestId(1), "nobody wants it")
+    if lost == "cancel":
+        context.link._inbox.clear()
+    else:
+        context.turn()
+        generation.link._inbox.clear()
+    world.settle()
+    assert got.outcome is not None and not got.quiet
+    pass_reminder(world)
+    assert got.quiet and generation.engine.drained()
+    assert_served(world, context, generation)
+
+
+def test_a_hello_is_said_again_until_it_is_answered(world: World) -> None:
+    context, generation = world.context(), world.generation()
+    registration = generation.engine.register(context.address)
+    context.link._inbox.clear()
+    world.settle()
+    assert not registration.decided
+    pass_reminder(world)
+    assert registration.peer is not None
+    assert_served(world, context, generation)
+
+
+def test_a_rank_in_doubt_is_greeted_again_and_says_that_it_is_quiet(world: World) -> None:
+    context, generation = world.pair()
+    got, sent = receive(generation, 1, context), publish(context, 1)
+    cut(generation, context.address)
+    generation.turn()
+    assert "the cable was cut" in reason_of(got)
+    pass_reminder(world)
+    pass_reminder(world)
+    assert got.quiet and generation.engine.drained()
+    if world.path is PathKind.DIRECT:  # else nothing was in doubt, and the context side waits for credits
+        assert sent.quiet
+        assert_served(world, context, generation)
+
+
+def test_a_stranger_that_cancels_is_asked_to_say_hello(world: World) -> None:
+    context, generation = world.pair()
+    got = receive(generation, 1, context)
+    world.settle(3)
+    context.engine._door._lose((generation.rank.card.incarnation, 0), "forgotten")
+    context.turn()
+    generation.link._inbox.clear()  # nobody told it
+    generation.engine.cancel(RequestId(1), "nobody wants it")
+    world.settle()
+    pass_reminder(world)
+    assert got.quiet and generation.engine.drained()
+    assert_served(world, context, generation)
 
 
 # --- peers that go and come back --------------------------------------------------------------------------------------

@@ -32,7 +32,11 @@ def stamps(tokens: Sequence[int], layer_id: int) -> np.ndarray[Any, Any]:
 
 
 class HostCopies:
-    """A host tier that is only memory: really copies the bytes of pages, at once."""
+    """A host tier that is only memory: really copies the bytes of pages, at once.
+
+    Attributes:
+        broken: "store" or "load": that copy fails half-way.
+    """
 
     def __init__(self, manager: UnifiedKVCacheManager, pages: int | Mapping[int, int]) -> None:
         layout = manager.layout
@@ -46,6 +50,7 @@ class HostCopies:
             host = [np.zeros((self._pages[group.pool_group], n), dtype=np.uint8) for n in sizes]
             self._host.setdefault(group.pool_group, host)
         self._pool_group = {group.group_id: group.pool_group for group in layout.groups}
+        self.broken = ""
 
     def num_slots(self, pool_group: int) -> int:
         return self._pages[pool_group]
@@ -55,15 +60,21 @@ class HostCopies:
             for device, host in self._pairs(group_id):
                 for move in copies:
                     host[move.target] = device[move.source]
+                    self._fail("store")
 
     def load(self, moves: Moves) -> None:
         for group_id, copies in moves.items():
             for device, host in self._pairs(group_id):
                 for move in copies:
                     device[move.target] = host[move.source]
+                    self._fail("load")
 
     def close(self) -> None:
         self._device.clear()
+
+    def _fail(self, copy: str) -> None:
+        if self.broken == copy:
+            raise RuntimeError(f"{copy}: out of memory")
 
     def _pairs(self, group_id: GroupId) -> Iterator[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
         number = self._pool_group[group_id]

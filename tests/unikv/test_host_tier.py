@@ -10,7 +10,7 @@ from unikv.buffers import PoolStorage
 from unikv.errors import SpecError
 from unikv.host_tier import HostTier
 from unikv.host_tier_options import HostTierOptions, auto_host_bytes
-from unikv.layer_spec import KVCacheLayerSpec, KVDtype, KVLayout, LayerOwner
+from unikv.layer_spec import KVCacheLayerSpec, KVDtype, KVLayout, LayerOwner, ReusePolicy
 from unikv.layout import build_layout
 from unikv.page_moves import PageMove
 
@@ -156,6 +156,18 @@ def test_bytes_become_pages_of_every_pool_group():
         HostTier(layout, pools, HostTierOptions(bytes=page_bytes - 1))
     with pytest.raises(SpecError, match="ask for fewer pages"):
         HostTier(layout, pools, HostTierOptions(pages=2**50))
+    tier.close()
+    pools.close()
+
+
+def test_policies_have_places_of_their_own_on_the_host_too():
+    specs = [layer(number, window=8, reuse_policy=policy) for number, policy in enumerate(ReusePolicy)]
+    layout = build_layout(specs, tokens_per_block=TPB, max_seq_len=64, kv_layout=KVLayout.HND)
+    pools = PoolStorage(layout, [SLOTS] * layout.num_pool_groups)
+    tier = HostTier(layout, pools, HostTierOptions(pages=5))
+    assert [group.pool_group for group in layout.groups] == [0, 1, 2]
+    assert [tier.num_slots(pool_group) for pool_group in range(3)] == [5, 5, 5]
+    assert tier.size_bytes == 5 * sum(group.page_bytes for group in layout.groups)
     tier.close()
     pools.close()
 

@@ -234,7 +234,7 @@ def test_a_page_that_was_used_again_goes_later(shelf):
 
 def test_a_held_page_stays_where_there_is_no_host(shelf):
     each = shelf(slots=3)
-    held, droppable = each.publish([1] * TPB)[0], each.publish([2] * TPB)[0]
+    held, droppable = each.publish([1] * TPB, priority=0)[0], each.publish([2] * TPB)[0]
     each.hold(held)
     assert each.cache.available(0) == 1
     with pytest.raises(CapacityError, match="needs 2 pages of pool group 0, where 1 of 2 are free"):
@@ -408,6 +408,17 @@ def test_making_room_in_one_group_leaves_pages_on_their_way_in_another(shelf):
     each.unhold(window)
 
 
+def test_a_page_that_is_dropped_by_making_room_for_it_on_the_host_is_gone(shelf):
+    """The only place on the host has the block before it, without which it is of no use."""
+    each = shelf(slots=3, host=[1])
+    root = each.publish([1] * TPB)[0]
+    leaf = each.publish([1] * TPB + [2] * TPB)[0]
+    each.take(1)
+    assert (root.slot, leaf.slot != NO_PAGE) == (NO_PAGE, True)
+    each.take(1)
+    assert (root.node, leaf.node, each.cache._cold[0].num_used) == (None, None, 0)
+
+
 def test_a_group_without_host_pages_drops(shelf):
     each = shelf({}, {"window": 8}, slots=[3, 3], host=[0, 2])
     pages = each.publish([1] * TPB, (0, 1))
@@ -439,6 +450,44 @@ def test_pages_the_caller_needs_do_not_make_room_for_each_other(shelf):
         each.cache.lock(pages, (), thing="request 3")
     each.check()
     assert [page.slot == NO_PAGE for page in pages] == [True, False, False]
+
+
+def test_pages_that_are_given_up_in_the_same_step_make_room_for_it(shelf):
+    """Two slots and one place on the host, which a held page has: it can be given up for the held page of another."""
+    each = shelf(slots=3, host=[1])
+    cold = each.publish([1] * TPB)[0]
+    each.hold(cold)
+    each.give_back(0, each.take(2)[0])
+    warm = each.publish([2] * TPB)[0]
+    each.hold(warm)
+    [[locked]] = each.take(1)
+    assert (cold.slot, each.cache.available(0)) == (NO_PAGE, 0)
+    want = [each.change(0, needed=1)]
+    for given_up, free in (((), 0), ((cold,), 1), ((warm,), 1), ((cold, warm), 1)):
+        assert each.cache.available(0, given_up) == free
+    each.hold(cold)
+    with pytest.raises(CapacityError, match="needs 1 pages of pool group 0, where 0 of 2 are free"):
+        each.cache.lock([], want, thing="request 3", given_up=[cold])
+    each.unhold(cold)
+    assert cold.holders == warm.holders == 1
+    [[slot]] = each.cache.lock([], want, thing="request 3", given_up=[cold])
+    each.holders[cold] = 0
+    each.lock(0, slot)
+    each.check()
+    assert (cold.node, warm.slot, slot != locked) == (None, NO_PAGE, True)
+
+
+def test_a_page_somebody_runs_with_makes_no_room_when_it_is_given_up(shelf):
+    each = shelf(slots=3)
+    [page] = each.publish([1] * TPB)
+    each.hold(page)
+    each.cache.allocators[0].retain((page.slot,))
+    each.lock(0, page.slot)
+    each.take(1)
+    assert each.cache.available(0, [page]) == 0
+    with pytest.raises(CapacityError):
+        each.cache.lock([], [each.change(0, needed=1)], thing="request 3", given_up=[page])
+    each.unhold(page)
 
 
 # ---- laws

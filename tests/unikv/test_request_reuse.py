@@ -691,6 +691,33 @@ def test_a_drafter_that_skipped_the_start_says_so(make):
     assert reads == {11: False, 12: False, 13: True, 14: True, 16: True}
 
 
+def test_a_page_that_ends_earlier_does_not_replace_one_that_begins_late(make):
+    bench = make((OPTIONAL, 16))
+    late = bench.open(1, words(8))
+    late.compute(8, skip={1: 2})
+    page = bench.page(words(8), 0, 1)
+    bench.publish(2, words(3), claim_limit=0)
+    assert bench.page(words(8), 0, 1) is page
+    assert (page.valid_from, page.span) == (2, 4)
+
+
+def test_requests_that_share_a_page_publish_anew_what_each_of_them_knows_of_it(make):
+    """The first one did not write the start of the block. It shares a page that has it, and does not know."""
+    bench = make((OPTIONAL, 16))
+    bench.publish(1, words(8))
+    shared = bench.page(words(8), 0, 1).slot
+    unknowing, knowing = (bench.open(n, words(12), claim_limit=0) for n in (2, 3))
+    unknowing.compute(8, skip={1: 2})
+    knowing.compute(8)
+    assert unknowing.row(1)[0] == knowing.row(1)[0] == shared
+    bench.unlink(words(8), 0, 0)
+    assert bench.nodes() == []
+    unknowing.compute(12)
+    assert (bench.page(words(8), 0, 1).slot, bench.page(words(8), 0, 1).valid_from) == (shared, 2)
+    knowing.compute(12)
+    assert (bench.page(words(8), 0, 1).slot, bench.page(words(8), 0, 1).valid_from) == (shared, 0)
+
+
 def test_a_page_with_more_replaces_one_that_begins_late(make):
     bench = make((OPTIONAL, 16))
     late = bench.open(1, words(8))
@@ -919,22 +946,6 @@ def test_a_resume_waits_for_pages_and_loses_nothing(make):
     hog.close()
     assert chat.resume() is OK
     assert (chat.request.committed_tokens, chat.live(1)) == (10, [0, 1, 2])
-
-
-def test_a_selection_stands_when_the_resume_has_to_be_tried_again(make):
-    bench = make((OPTIONAL, 20), pages=6)
-    bench.publish(1, words(10))
-    hog = bench.open(2, words(8, salt=2))
-    hog.request.resize(8)
-    reader = bench.create(3, words(10))
-    other = bench.create(4, words(10))
-    assert [reader.resume(1), other.resume()] == [FULL_POOL, FULL_POOL]
-    with pytest.raises(SpecError, match="optional_groups entry 1 is 'declined by an earlier resume', expected an OPT"):
-        other.request.resume([WINDOW])
-    other.close()
-    hog.close()
-    assert reader.resume(1) is OK
-    assert reader.row(1)[:2] == [bench.page(words(10), ordinal, 1).slot for ordinal in (0, 1)]
 
 
 # ---- with a host tier

@@ -2,7 +2,8 @@
 
 Whoever writes a position writes a number made of its layer and of all tokens up to it. So a page that was evicted,
 shared, copied or moved wrongly shows as soon as somebody may read it. Only public calls are made, on real pools and a
-real host tier, which are so small that nearly every step has to push somebody out.
+real host tier, which are so small that nearly every step has to push somebody out. Copies to and from the host fail
+now and then.
 """
 
 from collections import Counter
@@ -109,20 +110,46 @@ class Model:
         growths: (drafts, added tokens) of the steps that are not settled, oldest first.
         reuses: whether it takes part in prefix reuse.
         ran: whether it was resumed before.
-        declined: OPTIONAL groups that a resume left out, even one that failed.
     """
 
     def __init__(self, request, scope, tokens, groups, *, reuses):
         self.request, self.scope, self.tokens, self.reuses = request, scope, tokens, reuses
         self.state = SUSPENDED if reuses else ACTIVE
         self.capacity = self.history = self.committed = self.claimed = request.history_tokens
-        self.committing, self.ran, self.growths, self.declined = reuses, not reuses, [], set()
+        self.committing, self.ran, self.growths = reuses, not reuses, []
         self.known = {group.group_id: np.zeros(2 * MAX_SEQ_LEN, dtype=bool) for group in groups}
 
     def settle(self, capacity, history):
         self.capacity, self.history = capacity, history
         for known in self.known.values():
             known[capacity:] = False
+
+
+class HostError(RuntimeError):
+    """What a device says that has no memory for a copy."""
+
+
+class FailingTier:
+    """A real host tier whose next copy of one kind may fail when half of it is done."""
+
+    def __init__(self, tier):
+        self.tier, self.fails = tier, ""
+
+    def num_slots(self, pool_group):
+        return self.tier.num_slots(pool_group)
+
+    def store(self, moves):
+        self.copy("store", moves)
+
+    def load(self, moves):
+        self.copy("load", moves)
+
+    def copy(self, kind, moves):
+        if self.fails == kind:
+            self.fails = ""
+            getattr(self.tier, kind)({group_id: copies[: len(copies) // 2] for group_id, copies in moves.items()})
+            raise HostError
+        getattr(self.tier, kind)(moves)
 
 
 class ReuseMachine(RuleBasedStateMachine):
@@ -133,6 +160,7 @@ class ReuseMachine(RuleBasedStateMachine):
         super().__init__()
         self.models, self.pins, self.next_id = [], {}, 0
         self.published = []  # (scope, tokens) of everything that was ever committed since the last clear
+        self.late = False  # whether somebody has left out the start of a chunk in a REQUIRED group since then
         self.manager = None
 
     @initialize(
@@ -173,6 +201,7 @@ class ReuseMachine(RuleBasedStateMachine):
             reuse=self.reuse,
             host_tier=None if host_pages is None else HostTierOptions(pages=host_pages),
         )
+        self.tier = self.manager._cache._tier = None if host_pages is None else FailingTier(self.manager._tier)
         self.groups = self.manager.layout.groups
         self.required = [g for g in self.groups if g.reuse_policy is ReusePolicy.REQUIRED]
         self.optional = [g for g in self.groups if g.reuse_policy is ReusePolicy.OPTIONAL]
@@ -291,6 +320,9 @@ class ReuseMachine(RuleBasedStateMachine):
             assert self.free() == free
             assert error.needed_pages > error.free_pages
             assert error.permanent == self.never_fits(capacity, history)
+            return False
+        except HostError:
+            assert (self.picture(), self.free()) == (before, free)
             return False
         assert all(needed[number] <= free[number] + given[number] for number in free)
         assert all(self.free()[number] >= free[number] - needed[number] for number in free)
@@ -471,7 +503,7 @@ class ReuseMachine(RuleBasedStateMachine):
     def resume_first(self, model, chosen):
         """Take over what was claimed, and some of the OPTIONAL groups that offer themselves."""
         status = {status.group_id: status for status in model.request.reuse_status()}
-        fit = [g.group_id for g in self.optional if status[g.group_id].complete and g.group_id not in model.declined]
+        fit = [g.group_id for g in self.optional if status[g.group_id].complete]
         wrong = [g.group_id for g in self.groups if g.group_id not in fit] + [-1, len(self.groups)]
         if chosen == 3:
             self.refused(SpecError, lambda: model.request.resume(wrong[:1]))
@@ -484,20 +516,29 @@ class ReuseMachine(RuleBasedStateMachine):
                 model.known[group.group_id][: model.claimed] = group.group_id in taken
                 self.spoil(model, group, model.claimed if group.group_id in taken else 0, 2 * MAX_SEQ_LEN)
             model.ran = True
-        model.declined |= {group_id for group_id in fit if group_id not in select}
+            taking = [status.group_id for status in model.request.reuse_status() if status.complete]
+            assert taking == [g.group_id for g in self.groups if model.claimed and g.group_id in taken]
 
     def resumed(self, model, select, copies):
         """Resume; where it is refused nothing changes, and it is not refused without need."""
-        before, needed = self.picture(), Counter()
+        before, free, needed = self.picture(), self.free(), Counter()
         for group in self.groups:
             live = self.alive_blocks(group, model.capacity, model.history)
             needed[group.pool_group] += len(live) + copies[group.group_id]
-        result = model.request.resume(select)
+        try:
+            result = model.request.resume(select)
+        except HostError:
+            assert [seen[:3] for seen in self.picture()] == [seen[:3] for seen in before]
+            left_out = [g.group_id for g in self.optional if select is not None and g.group_id not in select]
+            assert not any(status.complete for status in model.request.reuse_status() if status.group_id in left_out)
+            assert all(self.free()[number] >= free[number] for number in free)
+            return False
         if result is ResumeResult.OK:
             model.state = ACTIVE
             return True
-        assert self.picture() == before
-        assert result is ResumeResult.OUT_OF_PAGES or self.reuse.max_utilisation < 1.0
+        assert (self.picture(), self.free()) == (before, free)
+        crowded = self.reuse.max_utilisation < 1.0 and self.has(ACTIVE)
+        assert result is ResumeResult.OUT_OF_PAGES or crowded, "where nothing runs, nobody is told to wait for others"
         alone = len(self.models) == 1 and not self.pins
         fits = model.ran or all(needed[group.pool_group] <= self.exist(group) for group in self.groups)
         assert not (alone and fits and result is ResumeResult.OUT_OF_PAGES), "who is alone has the pages"
@@ -525,6 +566,14 @@ class ReuseMachine(RuleBasedStateMachine):
         model.request.close()
         model.request.close()
         self.models.remove(model)
+        if model.ran and model.committing and model.committed == model.history:
+            self.check_published(model)
+
+    @precondition(lambda self: self.tier is not None)
+    @rule(kind=st.sampled_from(["", "", "store", "load"]))
+    def break_the_host(self, kind):
+        """Let the next copy of a kind fail; who asks for it must be left as he was."""
+        self.tier.fails = kind
 
     @rule(really=seldom)
     def clear(self, really):
@@ -540,7 +589,7 @@ class ReuseMachine(RuleBasedStateMachine):
             (scope, tokens) for scope, tokens in self.published if self.manager.probe(tokens, scope=scope).num_tokens
         ]
         assert not lost
-        self.published = []
+        self.published, self.late = [], False
 
     # ---- computing
 
@@ -582,6 +631,7 @@ class ReuseMachine(RuleBasedStateMachine):
         if not self.attempt(model, lambda: model.request.resize(capacity), capacity, model.history):
             return False
         group = self.groups[which % len(self.groups)]
+        self.late |= group.reuse_policy is ReusePolicy.REQUIRED
         self.spoil(model, group, model.history, first)
         model.request.mark_written(group.group_id, first, sinks=False)
         model.known[group.group_id][:first] = False
@@ -691,9 +741,12 @@ class ReuseMachine(RuleBasedStateMachine):
     def check_published(self, model):
         """What was just published to its end is found to its end, where somebody has a page of every block.
 
-        A shorter end may lack pages: the window has moved on, and what it left behind may have been evicted.
+        A shorter end may lack pages: the window has moved on, and what it left behind may have been evicted. And where
+        somebody's page of a block begins late, one that begins in time but ends earlier does not take its place.
         """
         history = model.history
+        if self.late:
+            return
         end = history if self.reuse.partial_blocks else history - history % self.tpb
         full = [g for g in self.required if g.window is None]
         known = all(

@@ -123,6 +123,35 @@ def test_as_many_requests_grow_to_their_length_in_a_real_cache(spare: int, fits:
     manager.close()
 
 
+def test_half_the_layers_windowed_with_a_sink_hold_704_tokens_in_28_pages_of_a_real_cache() -> None:
+    """28 slots of 36 such layers are 32 MiB; the null slot is one more."""
+    kinds = [{"window": 128, "sink_tokens": 1}, {"window": None}]
+    specs = [
+        KVCacheLayerSpec(
+            layer_id=LayerId(number),
+            owner=LayerOwner.TARGET,
+            num_kv_heads=8,
+            head_dim=64,
+            dtype=KVDtype.FLOAT16,
+            **kinds[number % 2],
+        )
+        for number in range(36)
+    ]
+    layout = build_layout(specs, tokens_per_block=32, max_seq_len=1024)
+    assert [(group.page_bytes, group.pool_group) for group in layout.groups] == [(1179648, 0)] * 2
+    assert (32 << 20) // layout.groups[0].page_bytes == 28
+    manager = UnifiedKVCacheManager(specs[:2], tokens_per_block=32, max_seq_len=1024, pool=PoolBudget(pages=28 + 1))
+    request = manager.create_request(RequestId(1))
+    for tokens in range(1, 705):
+        request.resize(capacity_tokens=tokens, history_tokens=tokens - 1)
+    with pytest.raises(CapacityError):
+        request.resize(capacity_tokens=705, history_tokens=704)
+    assert (request.capacity_tokens, request.history_tokens) == (704, 703)
+    manager.check_integrity()
+    request.close()
+    manager.close()
+
+
 def test_a_draft_pool_for_64_requests_admits_63_steps_and_a_chunk() -> None:
     """Windows of 504 at 4 drafts: one prefill of 512 tokens beside 63 requests, at every history of a block."""
     drafts, chunk, admitted = 4, 512, 64

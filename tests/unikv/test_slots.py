@@ -100,6 +100,20 @@ def test_a_free_slot_cannot_be_retained():
     assert allocator.references(1) == 1
 
 
+def test_a_release_can_be_undone_whether_or_not_it_freed_the_slot():
+    allocator = SlotAllocator(4)
+    slots = allocator.allocate(3)
+    allocator.retain(slots[:1])
+    allocator.release(slots)
+    assert [allocator.references(slot) for slot in slots] == [1, 0, 0]
+    allocator.reclaim(slots[:2])
+    allocator.check_integrity()
+    assert [allocator.references(slot) for slot in slots] == [2, 1, 0]
+    assert allocator.allocate(1) == slots[2:]
+    with pytest.raises(InternalError, match="slot 99"):
+        allocator.reclaim([99])
+
+
 def test_a_lost_slot_breaks_the_conservation_law_and_prints_its_terms():
     allocator = SlotAllocator(4)
     allocator.allocate(2)

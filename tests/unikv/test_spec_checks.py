@@ -10,7 +10,7 @@ import pytest
 from unikv.errors import SpecError
 from unikv.ids import LayerId
 from unikv.layer_spec import KVDtype, LayerOwner
-from unikv.spec_checks import check_draft_uniform, check_stage, check_token_relocation, uniform_dtype
+from unikv.spec_checks import check_draft_uniform, check_stage, check_token_relocation
 from unikv.testing import mixed_specs, odd_slot_specs
 
 
@@ -22,12 +22,6 @@ def test_a_stage_is_described_exactly() -> None:
         check_stage(specs, [LayerId(0), LayerId(2)])
     with pytest.raises(SpecError, match=r"layer 2: specs of the stage is 2, expected 3, one for each layer"):
         check_stage(specs, [*ids, LayerId(2)])
-
-
-def test_a_codec_gets_the_dtype_of_the_layers_or_none() -> None:
-    assert uniform_dtype(odd_slot_specs()) is KVDtype.BFLOAT16
-    with pytest.raises(SpecError, match="layer 1: dtype is 'float8_e4m3fn', expected nvfp4 as in layer 0"):
-        uniform_dtype(mixed_specs())
 
 
 @pytest.mark.parametrize(

@@ -137,6 +137,32 @@ def test_sides_that_may_not_talk_are_refused(unikv: Run, name: str, message: str
         assert message in err
 
 
+@pytest.mark.parametrize("command", ["check", "layout", "size", "plan", "bench", "launch"])
+@pytest.mark.parametrize("side", ["context", "generation"])
+def test_a_codec_that_cannot_store_the_layers_is_bad_usage_before_anything_runs(
+    unikv: Run, command: str, side: str
+) -> None:
+    tier = ("--set", f"{side}.host_tier={{bytes: 1GiB, codec: fp8}}")
+    of_side = ["--side", side] if command in {"layout", "size"} else []
+    code, out, err = unikv(command, "smollm2", *of_side, *tier)
+    assert (code, out) == (64, "")
+    text = f"{side}.host_tier.codec: layer 0: dtype under the fp8 codec is 'float32', expected float16 or bfloat16; use"
+    assert text in " ".join(err.split())
+
+
+def test_a_codec_is_judged_by_the_layers_of_one_rank(unikv: Run) -> None:
+    """The pair has bfloat16 target and float16 draft layers; only a rank that has both cannot store them."""
+    tier = ("--set", "context.host_tier={bytes: 1GiB, codec: fp8}", "--set", "context.parallel={tp: 1, pp: 9}")
+    assert unikv("layout", "pattern-small", *tier, "--rank", "7")[0] == 0
+    code, _, err = unikv("layout", "pattern-small", *tier[:2])
+    assert (code, "is 'float16', expected bfloat16 as in layer 0; use" in " ".join(err.split())) == (64, True), err
+
+
+@pytest.mark.parametrize("tier", ["bytes: 0, codec: fp8", "bytes: 1GiB, codec: identity", "bytes: 1GiB"])
+def test_a_host_tier_without_the_codec_takes_any_layers(unikv: Run, tier: str) -> None:
+    assert unikv("check", "smollm2", "--set", f"context.host_tier={{{tier}}}", "--json")[0] == 0
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
