@@ -10,23 +10,24 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, closing
+from functools import partial
 from typing import Any, Final
 
-from transfer.hello import Side
-from transfer.outcome import Outcome
+from transfer.hello import PathKind, Side
+from transfer.link import Received
+from transfer.link_zmq import ZmqLink
 from unikv.errors import InternalError, LinkBrokenError
 from unikv.ids import RequestId
 from unikv.request import KVCacheRequest
 from workers.bench import environment
-from workers.bench_case import Progress, percentile
+from workers.bench_case import Progress
 from workers.bench_gpu_context import PATIENCE_S, prompt_pages
+from workers.bench_gpu_rows import Run, as_dict, make_rows, stage_medians
 from workers.config import PairConfig
 from workers.config_load import load_pair, pair_cases
 from workers.rank_runtime import RankRuntime
@@ -38,34 +39,12 @@ from workers.worker_main import SWITCH_INTERVAL_S
 
 GPU_PREFIX: Final = "gpu-"
 """Presets whose name begins so run here."""
-WARM_UPS: Final = 10
+WARM_UPS: Final = 4
+BURST: Final = 16
+"""Requests of a round that follow one another at once, where the pools hold as many: the first of them meets processes
+that have slept, the others meet a system at work, and they are different rows."""
 FLOOR_ROUNDS: Final = 15
-COPY_TARGETS: Final = {
-    "gpu-direct": 0.88,
-    "hnd-8-to-4-heads": 0.85,
-    "nhd-8-to-4-heads": 0.80,
-    "nhd-8-to-1-head": 0.75,
-}
-"""Least share of the device copy's rate, by case."""
-LATENCY_TARGETS_US: Final = {"gpu-direct": (600.0, 900.0), "gpu-small": (150.0, 250.0)}
-"""Longest request at p50 and p99."""
-LOAD_TARGET: Final = 0.60
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuRow:
-    """One figure beside its floor. `met` is None where no target was set."""
-
-    case: str
-    what: str
-    value: float
-    unit: str
-    low: float
-    high: float
-    floor: float | None = None
-    ratio: float | None = None
-    target: str = ""
-    met: bool | None = None
+LEAST_ROUNDS: Final = 8
 
 
 def is_gpu_bench(source: str) -> bool:
@@ -114,13 +93,17 @@ class _ContextProcess:
             stdout=subprocess.PIPE,
             text=True,
         )
-        self.address: str = self._hear()["address"]
+        self.address: str = self.hear()["address"]
 
     def __call__(self, do: str, **arguments: Any) -> dict[str, Any]:
+        self.order(do, **arguments)
+        return self.hear()
+
+    def order(self, do: str, **arguments: Any) -> None:
+        """Say what to do, without waiting for the answer."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{json.dumps({'do': do, **arguments})}\n")
         self._process.stdin.flush()
-        return self._hear()
 
     def close(self) -> None:
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -132,7 +115,8 @@ class _ContextProcess:
             self._process.wait()
         self._process.stdout.close()
 
-    def _hear(self) -> dict[str, Any]:
+    def hear(self) -> dict[str, Any]:
+        """Return the answer to the last order."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -153,42 +137,70 @@ class _Bench:
         self._endpoint = self._runtime.generation_endpoint(lambda: None)
         stack.callback(self._endpoint.close)
         self._instance = self._endpoint.connect([self.context.address])
+        self.staged = self._instance.ranks[0].path is not PathKind.DIRECT
         self.path = f"{self._instance.ranks[0].path} ({self._instance.ranks[0].path_reason})"
         self.tokens = pair.workload.prompt_tokens[1]
-        self._count = pair.workload.concurrency
+        self._one_by_one = pair.workload.concurrency == 1
+        self.count = self._burst() if self._one_by_one else pair.workload.concurrency
         self._requests: list[tuple[KVCacheRequest, Tables]] = []
         stack.callback(self._drop)
-        self._next_id = self._count * 1000
+        self._next_id = self.count * 1000
         self.wrong_bytes = self.checked_bytes = self.failed = 0
-        self.context("reserve", count=self._count, tokens=self.tokens)
+        self.context("reserve", count=self.count, tokens=self.tokens)
         manager = self._runtime.manager
-        for number in range(self._count):
+        for number in range(self.count):
             request = manager.create_request(RequestId(number))
             request.resize(manager.generation_capacity(self.tokens, 0), self.tokens)
             self._requests.append((request, request.page_tables()))
 
-    def round(self) -> tuple[float, list[Outcome], list[float]]:
-        """Move all prompts once; return the seconds it took, the outcomes and the device times of the copies."""
-        ids = list(range(self._next_id, self._next_id + self._count))
-        self._next_id += self._count
+    def _burst(self) -> int:
+        """Return how many prompts the pools hold, up to `BURST`."""
+        manager = self._runtime.manager
+        blocks = -(-manager.generation_capacity(self.tokens, 0) // self._runtime.card.tokens_per_block)
+        return max(1, min(BURST, *(manager.num_free_pages(g.group_id) // blocks for g in manager.layout.groups)))
+
+    def round(self) -> Run:
+        """Move all prompts once, together or one after the other."""
+        ids = list(range(self._next_id, self._next_id + self.count))
+        self._next_id += self.count
         for _, tables in self._requests:
             self._pattern.poison(tables)
         wait_for_device(self.device)
         self.context("publish", ids=ids)
-        started_s = time.perf_counter()
-        handles = [
-            self._endpoint.receive(RequestId(i), tables, self.tokens, instance=self._instance)
-            for i, (_, tables) in zip(ids, self._requests, strict=True)
-        ]
-        outcomes = [handle.wait(PATIENCE_S) for handle in handles]
-        took_s = time.perf_counter() - started_s
+        work = [(RequestId(i), tables) for i, (_, tables) in zip(ids, self._requests, strict=True)]
+        took_s, outcomes = [], []
+        for part in [[one] for one in work] if self._one_by_one else [work]:
+            started_s = time.perf_counter()
+            handles = [self._endpoint.receive(i, tables, self.tokens, instance=self._instance) for i, tables in part]
+            outcomes += [handle.wait(PATIENCE_S) for handle in handles]
+            took_s.append(time.perf_counter() - started_s)
         copies: list[float] = self.context("end", ids=ids)["copy_s"]
         found = [outcome for outcome in outcomes if outcome is not None and outcome.ok]
         self.failed += len(outcomes) - len(found)
         for outcome in outcomes:
             if outcome is None or not outcome.ok:
                 raise InternalError(f"a request of the benchmark failed: {outcome and outcome.reason}")
-        return took_s, found, copies
+        return Run(took_s=took_s, outcomes=found, copies_s=copies)
+
+    def request_bytes(self) -> int:
+        """Run once more; return the bytes of one request, or of all that run together."""
+        moved = sum(leg.bytes for outcome in self.round().outcomes for leg in outcome.legs)
+        return moved // (self.count if self._one_by_one else 1)
+
+    def stream_s(self, frame_bytes: int, frames: int) -> float:
+        """Return how long bare frames take from the other process to this one, over a link of the same kind."""
+        with closing(ZmqLink()) as link:
+            self.context.order("stream", address=link.address, frame_bytes=frame_bytes, frames=frames + 1)
+            arrived, first_s = 0, 0.0
+            while arrived <= frames:
+                for event in link.poll(PATIENCE_S):
+                    if not isinstance(event, Received):
+                        raise LinkBrokenError(f"the benchmark's stream broke off: {event.reason}")
+                    first_s = first_s or time.perf_counter()
+                    arrived += 1
+            took_s = time.perf_counter() - first_s
+        self.context.hear()
+        return took_s
 
     def check(self) -> None:
         """Compare every live byte of all prompts with the pattern."""
@@ -205,99 +217,40 @@ class _Bench:
 
 
 def _run_case(pair: PairConfig, name: str, what: dict[str, Any], progress: Progress) -> dict[str, Any]:
-    rounds = max(1, pair.workload.requests // pair.workload.concurrency)
-    rounds = max(rounds, 20) if pair.workload.concurrency > 1 else rounds
     with ExitStack() as stack:
         bench = _Bench(pair, what, stack)
         for _ in range(WARM_UPS):
             bench.round()
-        size_bytes = sum(leg.bytes for outcome in bench.round()[1] for leg in outcome.legs)
-        floor = DeviceFloor(bench.device, size_bytes)
-        floors, took, outcomes, copies = [], [], [], []
+        size_bytes = bench.request_bytes()
+        floor = _floor(bench, pair, size_bytes)
+        runs, floors = [], []
+        rounds = max(LEAST_ROUNDS, -(-pair.workload.requests // bench.count))
         for number in range(rounds):
             progress(name, number, rounds)
-            one_s, found, copied = bench.round()
+            runs.append(bench.round())
             bench.check()
-            took.append(one_s)
-            outcomes += found
-            copies.append(sum(copied))
             if number < FLOOR_ROUNDS:
-                floors.append(floor.copy_s())
+                floors.append(floor())
         progress(name, rounds, rounds)
-        floor_s = statistics.median(floors)
-        rows = _load_rows if pair.workload.concurrency > 1 else _single_rows
+        outcomes = [outcome for run in runs for outcome in run.outcomes]
         return {
             "name": name,
             "path": bench.path,
             "device": device_name(bench.device),
             "bytes": size_bytes,
             "rounds": rounds,
+            "requests": len(outcomes),
             "checked_bytes": bench.checked_bytes,
             "mismatched_bytes": bench.wrong_bytes,
             "failed": bench.failed,
-            "stages_us": _stages(outcomes),
-            "rows": [_as_dict(row) for row in rows(name, size_bytes, took, copies, floor_s)],
+            "stages_us": stage_medians(outcomes),
+            "rows": [as_dict(row) for row in make_rows(name, size_bytes, runs, floors, staged=bench.staged)],
         }
 
 
-def _single_rows(
-    name: str, size_bytes: int, took: Sequence[float], copies: Sequence[float], floor_s: float
-) -> list[GpuRow]:
-    rows = []
-    if any(copies):
-        rates = [size_bytes / copy_s / 1e9 for copy_s in copies if copy_s]
-        least = COPY_TARGETS.get(name)
-        ratio = floor_s / statistics.median(c for c in copies if c)
-        rows.append(
-            GpuRow(
-                case=name, what="copy on the device", value=statistics.median(rates), unit="GB/s",
-                low=min(rates), high=max(rates), floor=size_bytes / floor_s / 1e9, ratio=ratio,
-                target="" if least is None else f">= {least:.2f} of the device copy",
-                met=None if least is None else ratio >= least,
-            )
-        )  # fmt: skip
-    micros = sorted(1e6 * one for one in took)
-    limits = LATENCY_TARGETS_US.get(name)
-    for number, (label, share) in enumerate((("p50", 0.5), ("p99", 0.99))):
-        value, most = percentile(micros, share), None if limits is None else limits[number]
-        rows.append(
-            GpuRow(
-                case=name, what=f"request to usable pages, {label}", value=value, unit="us",
-                low=micros[0], high=micros[-1], floor=1e6 * floor_s, ratio=1e6 * floor_s / value,
-                target="" if most is None else f"<= {most:g} us", met=None if most is None else value <= most,
-            )
-        )  # fmt: skip
-    return rows
-
-
-def _load_rows(
-    name: str, size_bytes: int, took: Sequence[float], copies: Sequence[float], floor_s: float
-) -> list[GpuRow]:
-    rates = [size_bytes / one / 1e9 for one in took]
-    ratio = floor_s / statistics.median(took)
-    target = f">= {LOAD_TARGET:.2f} of the device copy"
-    return [
-        GpuRow(
-            case=name, what="all requests together", value=statistics.median(rates), unit="GB/s",
-            low=min(rates), high=max(rates), floor=size_bytes / floor_s / 1e9, ratio=ratio,
-            target=target, met=ratio >= LOAD_TARGET,
-        )
-    ]  # fmt: skip
-
-
-def _stages(outcomes: Sequence[Outcome]) -> dict[str, float]:
-    """Return the medians of where a request's time went, in microseconds."""
-    times = [leg.times for outcome in outcomes for leg in outcome.legs if leg.times is not None]
-    stages: dict[str, Callable[[Any], float]] = {
-        "queue": lambda t: t.queue_s,
-        "plan": lambda t: t.plan_s,
-        "move": lambda t: t.move_s,
-    }
-    found = {stage: 1e6 * statistics.median(read(t) for t in times) for stage, read in stages.items() if times}
-    found["settle"] = 1e6 * statistics.median(outcome.settle_s for outcome in outcomes)
-    found["total"] = 1e6 * statistics.median(outcome.total_s for outcome in outcomes)
-    return found
-
-
-def _as_dict(row: GpuRow) -> dict[str, Any]:
-    return {field: getattr(row, field) for field in GpuRow.__slots__}
+def _floor(bench: _Bench, pair: PairConfig, size_bytes: int) -> Callable[[], float]:
+    """Return what takes the time that moving as many bytes takes at best: a plain copy, or a bare stream of frames."""
+    if not bench.staged:
+        return DeviceFloor(bench.device, size_bytes).copy_s
+    frame_bytes = pair.transfer.options().chunk_bytes
+    return partial(bench.stream_s, frame_bytes, -(-size_bytes // frame_bytes))

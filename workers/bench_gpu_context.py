@@ -8,11 +8,14 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from typing import Any, Final
+
+import numpy as np
 
 from transfer.copy_device import DeviceCopier
 from transfer.hello import Side
+from transfer.link_zmq import ZmqLink
 from transfer.messages import AuxData
 from transfer.outcome import TransferHandle
 from unikv.ids import RequestId
@@ -28,6 +31,7 @@ from workers.runner_device_pattern import DevicePattern
 from workers.worker_main import SWITCH_INTERVAL_S
 
 PATIENCE_S: Final = 20.0
+STREAM_POLL_S: Final = 0.001
 
 
 def prompt_pages(request_id: int, tables: Tables, tokens: int, unit_tokens: int) -> PromptPages:
@@ -89,6 +93,15 @@ class BenchContext:
         if isinstance(self._copier, DeviceCopier):
             times, self._copier.batch_times_s = self._copier.batch_times_s, []
         return {"copy_s": times}
+
+    def stream(self, address: str, frame_bytes: int, frames: int) -> None:
+        """Send bare frames to `address`: what the staged path is compared with."""
+        frame = np.full(frame_bytes, 1, dtype=np.uint8)
+        with closing(ZmqLink()) as link:
+            link.connect(address)
+            tickets = [link.send(address, [frame.data]) for _ in range(frames)]
+            while not all(ticket.done() for ticket in tickets):
+                link.poll(STREAM_POLL_S)
 
     def _drop(self) -> None:
         for request, _ in self._requests:
