@@ -52,8 +52,9 @@ class ContextEndpoint:
         """
         self.card = card
         self._on_change = on_change
-        self._engine = ContextEngine(link, card, regions, copier, options or TransferOptions(), time.monotonic)
-        self._driver = TransferDriver(self._engine, name=f"unikv-context-{card.rank}")
+        options = options or TransferOptions()
+        self._engine = ContextEngine(link, card, regions, copier, options, time.monotonic)
+        self._driver = TransferDriver(self._engine, name=f"unikv-context-{card.rank}", watch_s=options.watch_s)
 
     def publish(
         self,

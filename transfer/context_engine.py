@@ -162,6 +162,10 @@ class ContextEngine:
         """Return whether a copy runs beside us."""
         return self._moves.copying()
 
+    def expecting(self) -> bool:
+        """Return True: a peer may ask at any time."""
+        return True
+
     def _watch_time(self, now_s: float) -> None:
         """Give up what is late."""
         for request_id in self._deadlines.due(now_s):

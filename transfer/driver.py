@@ -7,6 +7,7 @@ queued and run between turns, so nothing in an engine needs a lock.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -41,6 +42,10 @@ class Engine(Protocol):
 
     def copying(self) -> bool:
         """Return whether copies run beside the engine; their end must be looked for, since nothing announces it."""
+        ...
+
+    def expecting(self) -> bool:
+        """Return whether a message may come that somebody waits for."""
         ...
 
     def shut_down(self, reason: str) -> None:
@@ -98,10 +103,16 @@ class _Call:
 
 
 class TransferDriver:
-    """Runs one engine in a thread of its own until `close`."""
+    """Runs one engine in a thread of its own until `close`.
 
-    def __init__(self, engine: Engine, *, name: str) -> None:
-        self._engine = engine
+    Args:
+        engine: what it runs.
+        name: of the thread.
+        watch_s: see `transfer.options.TransferOptions`.
+    """
+
+    def __init__(self, engine: Engine, *, name: str, watch_s: float = 0.0) -> None:
+        self._engine, self._watch_s = engine, watch_s
         self._calls: deque[_Call] = deque()
         self._accepting = threading.Lock()
         self._ended = False
@@ -163,11 +174,13 @@ class TransferDriver:
             _log.warning("transfer driver: shut down without draining: %s", error)
 
     def _run(self) -> None:
-        busy, patience = False, _Patience()
+        busy, patience = False, _Patience(self._watch_s)
         try:
             while not self._closing.is_set():
                 called = self._run_calls()  # a call may have made work that no event announces
                 wait_s = patience.wait_s(busy=busy or called, copying=self._engine.copying())
+                if wait_s and patience.watching() and self._engine.expecting():
+                    wait_s = 0.0
                 busy = self._engine.turn(wait_s)
         except BaseException as error:
             self._failure = error
@@ -211,11 +224,19 @@ class TransferDriver:
 class _Patience:
     """How long a turn may wait for messages, and the pauses before it while copies run."""
 
-    def __init__(self) -> None:
+    def __init__(self, watch_s: float = 0.0) -> None:
+        self._watch_s = watch_s
+        self._active_s = -math.inf
         self._watching_since_s = 0.0
+
+    def watching(self) -> bool:
+        """Return whether something was to do so recently that no pause is made."""
+        return self._watch_s > 0 and time.monotonic() - self._active_s < self._watch_s
 
     def wait_s(self, *, busy: bool, copying: bool) -> float:
         """Return the next turn's timeout; pause first where a copy has run for a while."""
+        if self._watch_s and (busy or copying):
+            self._active_s = time.monotonic()
         if busy or not copying:
             self._watching_since_s = 0.0
             return 0.0 if busy else IDLE_POLL_S

@@ -104,7 +104,7 @@ class GenerationEndpoint:
         self._options = options or TransferOptions()
         self._on_change = on_change
         self._engine = GenerationEngine(link, card, regions, copier, self._options, time.monotonic)
-        self._driver = TransferDriver(self._engine, name=f"unikv-generation-{card.rank}")
+        self._driver = TransferDriver(self._engine, name=f"unikv-generation-{card.rank}", watch_s=self._options.watch_s)
         self._waiting = threading.Event()
 
     def connect(self, addresses: Sequence[str]) -> ContextInstance:

@@ -156,6 +156,10 @@ class GenerationEngine:
         """Return whether copies of ours run beside us."""
         return self._copying
 
+    def expecting(self) -> bool:
+        """Return whether a request is open."""
+        return bool(self._requests)
+
     def _look_after(self) -> bool:
         """Look after the requests that copies of ours run for; return whether there are any."""
         for request_id in list(self._restless):
