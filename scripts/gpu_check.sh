@@ -46,7 +46,7 @@ if want copy; then
     LINES_SHOWN=30 run "copier against a device copy" 90 "$python" scripts/bench_copy_gpu.py
 fi
 if want bench; then
-    for name in small direct slices load; do
+    for name in small direct staged load slices; do
         LINES_SHOWN=24 run "bench gpu-$name" 100 env COLUMNS=200 "$python" -m workers bench "gpu-$name" --json "$OUT/gpu-$name.json"
         "$python" scripts/gpu_table.py "$OUT/gpu-$name.json" || true
     done

@@ -243,7 +243,7 @@ class _Patience:
         now_s = time.monotonic()
         self._watching_since_s = self._watching_since_s or now_s
         watched_s = now_s - self._watching_since_s
-        if watched_s < SPIN_S:
+        if watched_s < max(SPIN_S, self._watch_s):
             return 0.0
         if watched_s < NAPS_S:
             time.sleep(NAP_S)

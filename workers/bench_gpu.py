@@ -8,6 +8,7 @@ clock from the call to the outcome.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -171,7 +172,8 @@ class _Bench:
         took_s, outcomes = [], []
         for part in [[one] for one in work] if self._one_by_one else [work]:
             started_s = time.perf_counter()
-            handles = [self._endpoint.receive(i, tables, self.tokens, instance=self._instance) for i, tables in part]
+            asked = [(i, tables, self.tokens) for i, tables in part]
+            handles = self._endpoint.receive_all(asked, instance=self._instance)
             outcomes += [handle.wait(PATIENCE_S) for handle in handles]
             took_s.append(time.perf_counter() - started_s)
         copies: list[float] = self.context("end", ids=ids)["copy_s"]
@@ -219,6 +221,7 @@ class _Bench:
 def _run_case(pair: PairConfig, name: str, what: dict[str, Any], progress: Progress) -> dict[str, Any]:
     with ExitStack() as stack:
         bench = _Bench(pair, what, stack)
+        gc.freeze()
         for _ in range(WARM_UPS):
             bench.round()
         size_bytes = bench.request_bytes()

@@ -5,6 +5,7 @@ It talks JSON over its standard streams, one line each way. ``python -m workers.
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import sys
@@ -117,6 +118,7 @@ def main() -> None:
     pair = load_pair(what["source"], overrides=what["overrides"], case=what["case"])
     with ExitStack() as stack:
         context = BenchContext(pair, stack)
+        gc.freeze()
         _say({"address": context.address})
         for line in sys.stdin:
             order = json.loads(line)

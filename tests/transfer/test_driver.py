@@ -244,11 +244,15 @@ def test_an_engine_that_had_something_to_do_is_watched_for_a_while_where_that_is
         poll(min(timeout_s, 0.001))
         return False
 
+    def start() -> None:
+        waits.clear()
+        enough.clear()
+
     engine.turn = noting  # type: ignore[method-assign]
     engine.is_expecting = expecting
     driver = TransferDriver(engine, name="test-driver", watch_s=60.0)
     try:
-        driver.call(lambda: (waits.clear(), enough.clear()))
+        driver.call(start)
         assert enough.wait(10.0)
         assert (max(waits[1:3]) == 0.0) is expecting
     finally:
