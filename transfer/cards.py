@@ -5,8 +5,9 @@ Storages are numbered by pool group and, inside it, by pool; groups that share a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
+from transfer.card_coverage import check_described
 from transfer.hello import (
     DraftKVMode,
     GroupCard,
@@ -23,7 +24,7 @@ from transfer.hello import (
 from unikv.errors import SpecError, explain
 from unikv.ids import GroupId
 from unikv.layout import CacheLayout, GroupLayout, PoolLayout
-from unikv.views import describe_views
+from unikv.views import KVView, describe_views
 
 
 def build_card(  # noqa: PLR0913 - a card states many facts, and each has one source at the caller
@@ -46,6 +47,7 @@ def build_card(  # noqa: PLR0913 - a card states many facts, and each has one so
     checksum: str = "off",
     layer_bands: int = 1,
     reach: Sequence[str] = (),
+    stays_home: Collection[str] = (),
 ) -> RankCard:
     """Return the card of one rank.
 
@@ -59,10 +61,13 @@ def build_card(  # noqa: PLR0913 - a card states many facts, and each has one so
             layer_bands, reach: as in `RankCard`.
         num_target_layers, num_draft_layers: of the whole instance, not of this stage.
         exports: how peers map each storage, in the order of the storages; None where none can.
+        stays_home: extra roles that never travel; everything else the layers store is on the card.
 
     Raises:
-        SpecError: groups of one pool group with different slot counts, or `exports` of another length than storages.
+        SpecError: groups of one pool group with different slot counts, `exports` of another length than storages, a
+            buffer that no view describes, or a name in `stays_home` that is no extra role of this rank.
     """
+    views = _views(layout, position, stays_home)
     slots = _slots_by_pool_group(layout, num_slots)
     numbers = _number_storages(layout)
     return RankCard(
@@ -89,11 +94,7 @@ def build_card(  # noqa: PLR0913 - a card states many facts, and each has one so
             for group in layout.groups
             for pool in group.pools
         ),
-        views=describe_views(
-            layout,
-            tp=1 if position.attention_dp else position.tp,
-            tp_rank=0 if position.attention_dp else position.tp_rank,
-        ),
+        views=views,
         speculative=speculative,
         draft_kv=draft_kv,
         path=path,
@@ -102,6 +103,19 @@ def build_card(  # noqa: PLR0913 - a card states many facts, and each has one so
         host=host,
         reach=tuple(reach),
     )
+
+
+def _views(layout: CacheLayout, position: ParallelPosition, stays_home: Collection[str]) -> tuple[KVView, ...]:
+    """Return the views of everything that travels, after making sure that nothing was forgotten."""
+    tp, tp_rank = (1, 0) if position.attention_dp else (position.tp, position.tp_rank)
+    views = describe_views(layout, tp=tp, tp_rank=tp_rank)
+    if stays_home:
+        views = tuple(view for view in views if view.roles[0] not in stays_home)  # every extra role has its own views
+    allocated = [
+        (buffer.layer_id, buffer.role) for group in layout.groups for pool in group.pools for buffer in pool.buffers
+    ]
+    check_described(allocated, views, stays_home=stays_home)
+    return views
 
 
 def _group_card(group: GroupLayout) -> GroupCard:

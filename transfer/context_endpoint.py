@@ -132,6 +132,11 @@ class ContextEndpoint:
         """Fail what is open, let running copies end, free everything; True when all did end. Idempotent."""
         return self._driver.close(reason, drain_s=drain_s)
 
+    @property
+    def ended(self) -> bool:
+        """Whether our thread is gone: only then may the link's and the pools' memory go."""
+        return self._driver.ended
+
     def __enter__(self) -> Self:
         return self
 

@@ -55,6 +55,7 @@ class ContextEngine:
         self._work = ContextWork(self._exchange, self._peers, self._moves, self._requests, clock)
         self._door = ContextDoor(self._exchange, self._peers, on_lost=self._on_lost, touches=self._moves.touches)
         self._deadlines = DeadlineManager()
+        self._unsure: dict[RequestId, None] = {}
         self._shutting_down = ""
 
     # --- called between turns -------------------------------------------------------------------------------------
@@ -88,6 +89,7 @@ class ContextEngine:
         request.session.deadline_s = self._clock() + self._options.timeout_s
         request.handle, request.tables, request.prompt_tokens, request.aux = handle, tables, prompt_tokens, aux
         request.readiness, request.written = readiness, written
+        self._requests.published(request_id)
         request.ready_s = request.complete_s = self._clock()
         self._work.do(request, request.session.kv_ready)
 
@@ -154,8 +156,7 @@ class ContextEngine:
         busy = self._work.advance()
         self._door.let_go()
         if self._door.answer_hellos():
-            for request in self._requests:
-                self._expect(request)
+            self._expect_again()
         return busy
 
     def copying(self) -> bool:
@@ -323,5 +324,15 @@ class ContextEngine:
 
     def _expect(self, request: ContextRequest) -> None:
         expected = self._expected_by(request)
-        if expected is not None and not request.session.reported:
+        if expected is None:
+            self._unsure[request.session.request_id] = None
+        elif not request.session.reported:
             self._work.do(request, partial(request.session.expect, expected))
+
+    def _expect_again(self) -> None:
+        """Somebody said hello: look at the requests of which we do not know yet who will ask for them."""
+        unsure, self._unsure = self._unsure, {}
+        for request_id in unsure:
+            request = self._requests.get(request_id)
+            if request is not None:
+                self._expect(request)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
+from transfer.agreement import judge, plan_of, shared
 from transfer.exchange import PeerKey
-from transfer.gate import GateReport, check
-from transfer.gate_report import DraftKV
+from transfer.gate_report import DraftKV, GateReport
 from transfer.hello import PathKind, RankCard
 from transfer.messages import HelloAck, HelloNack
-from transfer.paths import choose_path, lanes_by_pair
+from transfer.paths import choose_path
 from transfer.peer_memory import PeerMemory
-from transfer.plan import CopyProgram, Lane, compile_program
+from transfer.plan import CopyProgram, Lane
 from unikv.errors import UnikvError
 
 _log = logging.getLogger(__name__)
@@ -49,6 +49,7 @@ class ContextPeers:
         self._card = card
         self._peers: dict[PeerKey, GenerationPeer] = {}
         self._leaving: dict[PeerKey, GenerationPeer] = {}
+        self._sharing: dict[tuple[str, int], dict[PeerKey, GenerationPeer]] = {}
 
     def register(self, card: RankCard) -> HelloAck | HelloNack:
         """Judge `card`, compile, map; return the answer. Registering the same process again changes nothing.
@@ -58,7 +59,7 @@ class ContextPeers:
         report = GateReport(checks=(), draft_kv=DraftKV.OFF)
         key = (card.incarnation, card.rank)
         try:
-            report = check(self._card, card)
+            report = judge(self._card, card)
             if not report.compatible:
                 return HelloNack(card=self._card, report=report, reason="the gate refused this pair of ranks")
             peer = self._peers.get(key) or self._open(card, report)
@@ -69,6 +70,7 @@ class ContextPeers:
             _log.warning(text, self._card.rank, card.rank, error, exc_info=unforeseen)
             return HelloNack(card=self._card, report=report, reason=repr(error) if unforeseen else str(error))
         self._peers[key] = peer
+        self._sharing.setdefault(_share(peer.card), {})[key] = peer
         return HelloAck(card=self._card, report=report, digest=peer.program.digest, path=peer.path, path_reason=reason)
 
     def get(self, key: PeerKey) -> GenerationPeer | None:
@@ -77,7 +79,11 @@ class ContextPeers:
 
     def leave(self, key: PeerKey) -> None:
         """From now on `key` is a stranger whose memory stays mapped until `forget`."""
-        self._leaving[key] = self._peers.pop(key)
+        peer = self._leaving[key] = self._peers.pop(key)
+        share = _share(peer.card)
+        self._sharing[share].pop(key)
+        if not self._sharing[share]:
+            del self._sharing[share]
 
     def leaving(self) -> tuple[GenerationPeer, ...]:
         """Return who leaves."""
@@ -101,8 +107,7 @@ class ContextPeers:
         These are the ranks of its instance that share the request with it and get bytes from us, and the first of
         them, which asks everybody.
         """
-        ours = (asker.card.instance, asker.card.position.data_rank)
-        known = [p for p in self._peers.values() if (p.card.instance, p.card.position.data_rank) == ours]
+        known = self._sharing.get(_share(asker.card), {}).values()
         if len({peer.card.rank for peer in known}) < asker.card.position.group_size:
             return None
         return frozenset(peer.key for peer in known if peer.program.lanes or peer.card.position.leads_group)
@@ -121,9 +126,14 @@ class ContextPeers:
             self.forget(key)
 
     def _open(self, card: RankCard, report: GateReport) -> GenerationPeer:
-        program = compile_program(self._card, card, with_draft=report.draft_kv is not DraftKV.OFF)
+        plan = plan_of(self._card, card, report)
         path, reason = choose_path(self._card, card)
-        memory = PeerMemory(card, device=self._card.device) if path is PathKind.DIRECT and program.lanes else None
+        memory = PeerMemory(card, device=self._card.device) if path is PathKind.DIRECT and plan.program.lanes else None
         names = (self._card.rank, card.rank, path, reason, report.draft_kv)
         _log.info("context rank %d -> generation rank %d: path %s (%s), draft KV %s", *names)
-        return GenerationPeer(card=card, program=program, lanes=lanes_by_pair(program), path=path, memory=memory)
+        return GenerationPeer(card=shared(card), program=plan.program, lanes=plan.lanes, path=path, memory=memory)
+
+
+def _share(card: RankCard) -> tuple[str, int]:
+    """Return what ranks that receive the same requests have in common."""
+    return (card.instance, card.position.data_rank)

@@ -75,6 +75,7 @@ class RequestBook:
     def __init__(self) -> None:
         self._open: OrderedDict[RequestId, ContextRequest] = OrderedDict()
         self._ended: OrderedDict[RequestId, str] = OrderedDict()
+        self._waiting: dict[RequestId, None] = {}
 
     def __iter__(self) -> Iterator[ContextRequest]:
         """Iterate over a snapshot of the open requests, oldest first."""
@@ -89,24 +90,27 @@ class RequestBook:
         return self._ended.get(request_id)
 
     def open(self, request: ContextRequest) -> ContextRequest:
-        """Add an open request."""
+        """Add an open request, whose KV is not ready."""
         self._open[request.session.request_id] = request
+        self._waiting[request.session.request_id] = None
         return request
 
     def overdue_waiter(self) -> ContextRequest | None:
         """Return the oldest request that waits for KV where too many do, else None."""
-        if len(self._open) < MAX_WAITING:
-            return None
-        waiting = [request for request in self._open.values() if request.handle is None]
-        return waiting[0] if len(waiting) >= MAX_WAITING else None
+        return self._open[next(iter(self._waiting))] if len(self._waiting) >= MAX_WAITING else None
+
+    def published(self, request_id: RequestId) -> None:
+        """Note that an open request waits for KV no more."""
+        self._waiting.pop(request_id, None)
 
     def forget(self, request_id: RequestId) -> None:
         """Drop a request that is not ours after all: whoever asks again is heard."""
         self._open.pop(request_id, None)
+        self._waiting.pop(request_id, None)
 
     def end(self, request_id: RequestId, reason: str) -> None:
         """Close a request, or remember one that never opened. The first reason stays."""
-        self._open.pop(request_id, None)
+        self.forget(request_id)
         self._ended.setdefault(request_id, reason)
         while len(self._ended) > MAX_ENDED:
             self._ended.popitem(last=False)

@@ -27,6 +27,8 @@ NAPS_S: Final = 0.002
 """For how long after that the pauses are this short; then they are a message's wait of a millisecond."""
 LONG_COPY_POLL_S: Final = 0.001
 
+END_S: Final = 10.0
+"""How long the thread may take to end its last turn once it was told to; a turn is short, a busy machine slow."""
 IDLE_POLL_S: Final = 0.05
 """Longest wait for a message: also how late a deadline or the death of a peer's process can be noticed."""
 
@@ -161,8 +163,13 @@ class TransferDriver:
                 self._drain(reason, drain_s)
                 self._closing.set()
                 self._engine.link.wake()
-            self._thread.join(timeout=max(drain_s, IDLE_POLL_S))
-            return not self._thread.is_alive() and self._failure is None and self._engine.drained()
+            self._thread.join(timeout=max(drain_s, END_S))
+            return self.ended and self._failure is None and self._engine.drained()
+
+    @property
+    def ended(self) -> bool:
+        """Whether the thread is gone: nothing of the engine touches its link or its memory any more."""
+        return not self._thread.is_alive()
 
     def _drain(self, reason: str, drain_s: float) -> None:
         deadline_s = time.monotonic() + drain_s

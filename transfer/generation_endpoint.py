@@ -159,7 +159,7 @@ class GenerationEndpoint:
         instance: ContextInstance,
         data_rank: int | None = None,
     ) -> list[TransferHandle]:
-        """Ask `instance` for several requests at once: what `receive` does for each, with one change of threads for all.
+        """Ask `instance` for several requests at once: what `receive` does for each, with one thread change for all.
 
         Args:
             requests: request id, page tables and prompt tokens of each, as for `receive`.
@@ -200,6 +200,11 @@ class GenerationEndpoint:
     def close(self, reason: str = "the generation worker is closing", *, drain_s: float = 5.0) -> bool:
         """Cancel what is open, wait for peers to let go, free everything; True when all did. Idempotent."""
         return self._driver.close(reason, drain_s=drain_s)
+
+    @property
+    def ended(self) -> bool:
+        """Whether our thread is gone: only then may the link's and the pools' memory go."""
+        return self._driver.ended
 
     def __enter__(self) -> Self:
         return self

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
+from transfer.agreement import judge, plan_of, shared
 from transfer.exchange import PeerKey
-from transfer.gate import check
-from transfer.gate_report import DraftKV, GateReport
+from transfer.gate_report import GateReport
 from transfer.hello import PathKind, RankCard
 from transfer.messages import HelloAck, HelloNack
-from transfer.plan import CopyProgram, Lane, compile_program, scatter_lanes
+from transfer.plan import CopyProgram, Lane
 from unikv.errors import RemoteProtocolError, explain
 
 _log = logging.getLogger(__name__)
@@ -59,24 +59,24 @@ def accept(own: RankCard, address: str, answer: HelloAck) -> ContextPeer:
     Raises:
         RemoteProtocolError: its verdict or its program differs from ours.
     """
-    card, report = answer.card, check(answer.card, own)
+    card, report = answer.card, judge(answer.card, own)
     thing = f"context rank {card.rank} at {address}"
     cure = "run the same release on both sides"
     if report != answer.report:
         raise RemoteProtocolError(explain(thing, "gate report", "another verdict", "the same as ours", cure))
-    program = compile_program(card, own, with_draft=report.draft_kv is not DraftKV.OFF)
-    if program.digest != answer.digest:
-        raise RemoteProtocolError(explain(thing, "program digest", answer.digest, program.digest, cure))
+    plan = plan_of(card, own, report)
+    if plan.program.digest != answer.digest:
+        raise RemoteProtocolError(explain(thing, "program digest", answer.digest, plan.program.digest, cure))
     _log.info(
         "generation rank %d <- context rank %d: path %s (%s), draft KV %s",
         *(own.rank, card.rank, answer.path, answer.path_reason, report.draft_kv),
     )
     return ContextPeer(
-        card=card,
+        card=shared(card),
         address=address,
         report=report,
-        program=program,
-        scatter=tuple(scatter_lanes(program, number) for number in range(len(program.pairs))),
+        program=plan.program,
+        scatter=plan.scatter,
         path=answer.path,
         path_reason=answer.path_reason,
     )

@@ -33,8 +33,6 @@ from zmq.utils.monitor import recv_monitor_message
 
 from transfer.link import Frame, LinkEvent, PeerGone, Received, SendTicket
 from transfer.link_curve import (
-    CURVE_OVERHEAD_BYTES,
-    ZAP_DOMAIN,
     CurveKeys,
     GateKeeperManager,
     refusal,
@@ -44,7 +42,6 @@ from transfer.link_curve import (
 from transfer.link_guard import (
     CLOSE_TIMEOUT_S,
     CONNECT_TIMEOUT_S,
-    MAX_FRAME_BYTES,
     MAX_MESSAGE_FRAMES,
     MAX_WAIT_S,
     NAME_BYTES,
@@ -55,29 +52,18 @@ from transfer.link_guard import (
     new_name,
 )
 from transfer.link_ipc import SocketFileManager, check_unused
+from transfer.link_sockets import LISTENABLE, Context, Socket, listen, make_dealer, with_host
 from transfer.link_ticket import TrackedTicket
 from unikv.errors import ConfigError, LocalProtocolError, explain
 
 RETRY_S: Final = 0.05
 """Pause between two attempts to connect."""
-HEARTBEAT_INTERVAL_S: Final = 5.0
-HEARTBEAT_TIMEOUT_S: Final = 30.0
-"""A peer whose I/O thread has been silent for so long is gone (frozen process, cut cable)."""
-HANDSHAKE_TIMEOUT_S: Final = 10.0
 FAREWELL_S: Final = 0.01
 """How long a closing link looks for peers that go away at the same moment; their last messages are dropped."""
 COPY_BELOW_BYTES: Final = 64 * 1024
 """Shorter frames are copied when sent: that is cheaper than tracking them."""
-RECEIVE_QUEUE_MESSAGES: Final = 4096
-"""Messages of one peer that may wait for a poll before libzmq stops reading from it."""
 EVENTS_PER_POLL: Final = 1024
 """Most messages one poll returns, so that a flood cannot keep the caller from its other work."""
-LISTEN_BACKLOG: Final = 1024
-HANDSHAKE_BYTES: Final = 4096
-"""Longest frame a peer may send on a connection we made: handshakes and heartbeats, no message."""
-LISTENABLE: Final = ("tcp://", "ipc:///", "ipc://@")
-"""Addresses that mean the same in every process; a relative path does not, and libzmq makes one of ``ipc://*``."""
-
 _SENDER: Final = re.compile(rb"([0-9a-f]{%d})\.[0-9]{1,19}" % (2 * NAME_BYTES))
 """Routing id of a link's DEALER: the link's name and the number of the connection, so that none is ever used twice."""
 _REFUSED: Final = (zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.EVENT_HANDSHAKE_FAILED_AUTH)
@@ -89,24 +75,27 @@ _FAILED: Final = {
 """Events that end an attempt to connect, and what to say if every attempt ends so."""
 _WATCHED: Final = sum((zmq.EVENT_HANDSHAKE_SUCCEEDED, *_REFUSED, *_FAILED))
 
-_Socket = zmq.Socket[bytes]
-_Context = zmq.Context[_Socket]
-
 
 class _OutgoingSession:
     """One address a link connected to: attempts to connect, then the connection, then nothing."""
 
     def __init__(
-        self, context: _Context, poller: zmq.Poller, address: str, routing_id: bytes, keys: CurveKeys | None
+        self,
+        context: Context,
+        poller: zmq.Poller,
+        address: str,
+        routing_id: bytes,
+        keys: CurveKeys | None,
+        silence_s: float | None,
     ) -> None:
         self.address = address
         self._where, self._server_key = split_key(address)
-        self._keys = keys
+        self._keys, self._silence_s = keys, silence_s
         self.due_s = 0.0
         self.backlog: list[tuple[Sequence[Frame], TrackedTicket]] = []
         self._context, self._poller, self._routing_id = context, poller, routing_id
-        self._dealer: _Socket | None = None
-        self.monitor: _Socket | None = None
+        self._dealer: Socket | None = None
+        self.monitor: Socket | None = None
         self._stands = False
         self._outcome = "no answer"
 
@@ -170,7 +159,8 @@ class _OutgoingSession:
         if reason := refusal(self._keys, self._server_key):
             return reason
         try:
-            self._dealer = _make_dealer(self._context, self._routing_id)
+            self._dealer = make_dealer(self._context, self._routing_id, self._silence_s)
+            self._dealer.ipv6 = "[" in self._where
             if self._keys is not None:
                 self._dealer.curve_publickey, self._dealer.curve_secretkey = self._keys.public, self._keys.secret
                 self._dealer.curve_serverkey = self._server_key
@@ -215,6 +205,8 @@ class ZmqLink:
             for a name without a file. Anybody who reaches that address may send to us: keep to loopback, or to a
             network of trusted hosts.
         connect_timeout_s: how long to wait for a listener at an address.
+        advertise: host name or address to tell peers instead of the one in `bind`; the port is the same.
+        silence_s: a peer whose I/O thread has been silent for so long is gone; None for `HEARTBEAT_TIMEOUT_S`.
         context: a ZeroMQ context to share; None gives the link its own, which it terminates when it closes.
         curve: keys that authenticate and encrypt every connection, in and out; None leaves all of them open. A link
             with keys has a context of its own.
@@ -228,7 +220,9 @@ class ZmqLink:
         bind: str = "tcp://127.0.0.1:*",
         *,
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
-        context: _Context | None = None,
+        advertise: str | None = None,
+        silence_s: float | None = None,
+        context: Context | None = None,
         curve: CurveKeys | None = None,
     ) -> None:
         if curve is not None and context is not None:
@@ -239,11 +233,13 @@ class ZmqLink:
         self._context = zmq.Context() if context is None else context
         self._keys, self._gate_keeper = curve, None if curve is None else GateKeeperManager(self._context, curve)
         try:
-            self._router, where = _listen(self._context, bind, curve)
+            self._router, where = listen(self._context, bind, curve, silence_s)
         except ConfigError:
             self._end_context()
             raise
-        self._address = where if curve is None else with_key(where, curve.public)
+        told = where if advertise is None else with_host(where, advertise)
+        self._address = told if curve is None else with_key(told, curve.public)
+        self._silence_s = silence_s
         self._socket_file = SocketFileManager.of(where)
         self._connect_timeout_s = connect_timeout_s
         self._name = new_name()
@@ -281,7 +277,7 @@ class ZmqLink:
             return
         self._connections += 1
         routing_id = f"{self._name}.{self._connections}".encode()
-        outgoing = _OutgoingSession(self._context, self._poller, address, routing_id, self._keys)
+        outgoing = _OutgoingSession(self._context, self._poller, address, routing_id, self._keys, self._silence_s)
         outgoing.start(time.monotonic(), self._connect_timeout_s)
         self._outgoing[address] = outgoing
 
@@ -403,44 +399,3 @@ class ZmqLink:
             self._gate_keeper.close()
         if self._own_context:
             self._context.term()
-
-
-def _listen(context: _Context, bind: str, keys: CurveKeys | None) -> tuple[_Socket, str]:
-    """Return a listening ROUTER and the address it can be reached at."""
-    router = context.socket(zmq.ROUTER)
-    _keep_alive(router)
-    router.rcvhwm = RECEIVE_QUEUE_MESSAGES
-    router.backlog = LISTEN_BACKLOG
-    router.maxmsgsize = MAX_FRAME_BYTES if keys is None else MAX_FRAME_BYTES + CURVE_OVERHEAD_BYTES
-    if keys is not None:
-        router.curve_server, router.zap_domain = True, ZAP_DOMAIN
-        router.curve_publickey, router.curve_secretkey = keys.public, keys.secret
-    try:
-        if not bind.startswith(LISTENABLE):
-            raise zmq.ZMQError(zmq.EINVAL)
-        router.bind(bind)
-    except zmq.ZMQError as error:
-        router.close(linger=0)
-        want = "a free address such as tcp://127.0.0.1:* or ipc:///PATH"
-        cure = "bind to an address of this host that nobody uses"
-        raise ConfigError(explain("link", f"bind address ({error.strerror})", bind, want, cure)) from None
-    return router, router.get_string(zmq.LAST_ENDPOINT)
-
-
-def _make_dealer(context: _Context, routing_id: bytes) -> _Socket:
-    dealer = context.socket(zmq.DEALER)
-    _keep_alive(dealer)
-    dealer.routing_id = routing_id
-    dealer.reconnect_ivl = -1
-    dealer.sndhwm = 0  # callers bound what they queue; a send never blocks
-    dealer.rcvhwm = 1  # nobody answers on this connection
-    dealer.maxmsgsize = HANDSHAKE_BYTES
-    return dealer
-
-
-def _keep_alive(socket: _Socket) -> None:
-    socket.linger = 0
-    socket.heartbeat_ivl = int(HEARTBEAT_INTERVAL_S * 1000)
-    socket.heartbeat_timeout = int(HEARTBEAT_TIMEOUT_S * 1000)
-    socket.heartbeat_ttl = int(HEARTBEAT_TIMEOUT_S * 1000)
-    socket.handshake_ivl = int(HANDSHAKE_TIMEOUT_S * 1000)

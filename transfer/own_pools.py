@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from transfer.card_coverage import check_described
 from transfer.hello import (
     DraftKVMode,
     GroupCard,
@@ -157,6 +158,9 @@ class OwnPools:
         """
         self._check_writable(side)
         self._log_path(side, path)
+        views = describe_own_views(self._pools, self._resolved, self.kv_layout, self.position)
+        stored = [layer.spec for layer in self._resolved.values()]
+        check_described([(spec.layer_id, role) for spec in stored for role in spec.roles], views)
         drafts = sum(spec.is_draft for spec in self._layout.specs)
         return RankCard(
             incarnation=incarnation or secrets.token_hex(16),
@@ -172,7 +176,7 @@ class OwnPools:
             groups=_group_cards(self._layout),
             storages=tuple(self._storage_card(span) for span in self._allocations),
             pools=tuple(self._pool_cards()),
-            views=describe_own_views(self._pools, self._resolved, self.kv_layout, self.position),
+            views=views,
             speculative=speculative,
             draft_kv=draft_kv,
             path=path,

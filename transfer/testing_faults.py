@@ -89,9 +89,10 @@ class SeededFaults:
 
 
 class ScriptedFaults:
-    """Does what it was told last: faults in the order in which they were armed, PASS when there is none."""
+    """Does what it was told: faults in the order in which they were armed, and `usual` when there is none."""
 
-    def __init__(self) -> None:
+    def __init__(self, usual: Fault = Fault.PASS) -> None:
+        self.usual = usual
         self._armed: deque[Fault] = deque()
 
     def arm(self, *faults: Fault) -> None:
@@ -101,10 +102,11 @@ class ScriptedFaults:
     def disarm(self) -> None:
         """Let nothing happen any more."""
         self._armed.clear()
+        self.usual = Fault.PASS
 
     def next(self) -> Fault:
         """Return the next fault."""
-        return self._armed.popleft() if self._armed else Fault.PASS
+        return self._armed.popleft() if self._armed else self.usual
 
     def pick(self, below: int) -> int:
         """Return the last number there is."""
@@ -256,6 +258,10 @@ class FaultyCopier:
     def in_doubt(self) -> int:
         """How many copies failed without anybody knowing what they still do."""
         return len(self._in_doubt)
+
+    def pending(self) -> list[CopyJob]:
+        """Return the copies that may still be made."""
+        return [copy.job for copy in self._held] + self._in_doubt
 
     def submit(self, job: CopyJob) -> CopyTicket:
         """Copy, or do what the plan says."""

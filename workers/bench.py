@@ -7,11 +7,13 @@ import platform
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
-from workers.bench_case import BenchRequest, Progress, case_result, pattern_jobs, run_pair, summarise
+from unikv.errors import ConfigError, LinkBrokenError, explain
+from workers.bench_case import BenchRequest, Progress, case_result, failed_case, pattern_jobs, run_pair, summarise
 from workers.config import HFRunnerConfig, PairConfig
 from workers.config_load import load_pair, pair_cases
 from workers.floors import memcpy_gb_per_s
@@ -28,15 +30,25 @@ def run_bench(request: BenchRequest, progress: Progress) -> dict[str, Any]:
     Raises:
         ConfigError: the pair file or a prompt is wrong.
         IncompatiblePeerError: the gate refuses a case; nothing was started.
-        LinkBrokenError: workers did not come up.
+        LinkBrokenError: workers did not come up. Of several cases that one fails, and the others go on.
     """
     whole = load_pair(request.source, overrides=request.overrides, case=request.case)
     names: Sequence[str | None] = [request.case] if request.case else pair_cases(whole) or [None]
     pairs = [load_pair(request.source, overrides=request.overrides, case=name) for name in names]
+    if request.rendezvous_url is not None and (len(pairs) > 1 or isinstance(whole.runner, HFRunnerConfig)):
+        want = "a single case without a model: running workers serve one"
+        cure = "choose a case with --case, or leave --rendezvous out"
+        raise ConfigError(explain("bench", "pair", whole.name, want, cure))
     for pair in pairs:
         judge(pair)
-    floor = memcpy_gb_per_s()
-    cases = [_run_case(request, pair, name, floor, progress) for pair, name in zip(pairs, names, strict=True)]
+    floor, cases = memcpy_gb_per_s(), []
+    for pair, name in zip(pairs, names, strict=True):
+        try:
+            cases.append(_run_case(request, pair, name, floor, progress))
+        except LinkBrokenError as error:
+            if len(names) == 1:
+                raise
+            cases.append(failed_case(name or pair.name, pair, str(error), floor))
     return _result(whole, cases)
 
 
@@ -48,15 +60,14 @@ def _run_case(
 
         return run_model_case(request, pair, name, floor, progress)
     jobs = pattern_jobs(pair)
-    run = run_pair(request, pair, name, [jobs[-1]] * WARM_UPS + jobs, progress)
+    run = run_pair(request, pair, name, [replace(jobs[-1], cancel_after_s=None)] * WARM_UPS + jobs, progress)
     return case_result(name or pair.name, pair, run, run.records[WARM_UPS:], floor)
 
 
 def succeeded(result: dict[str, Any]) -> bool:
     """Return whether everything was verified and, with a model, every token agreed."""
-    summary, generation = result["summary"], result.get("generation")
-    fine = summary["verified"] == summary["requests"] > 0 and summary["mismatched_bytes"] == 0
-    return fine and (generation is None or bool(generation["ok"]))
+    generation = result.get("generation")
+    return all(case["ok"] for case in result["cases"]) and (generation is None or bool(generation["ok"]))
 
 
 def _result(pair: PairConfig, cases: list[dict[str, Any]]) -> dict[str, Any]:

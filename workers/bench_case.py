@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from workers.config import PairConfig
+from workers.config import CancelConfig, PairConfig
 from workers.control import PathReport
 from workers.fleet import Death
 from workers.pair_run import PairRun, RunningPair
 from workers.workload import Job, RequestRecord
 
 _LONGEST_FOLDER: Final = 100
+_OWN_TOKENS: Final = 1 << 32
+"""Distance of the token ids of prompts where they differ."""
+_GOLDEN: Final = (math.sqrt(5) - 1) / 2
+"""Multiples of it, modulo 1, spread evenly however many there are."""
 
 Progress = Callable[[str, int, int], None]
 """Called with what is running, how many of it are finished and how many there are."""
@@ -29,12 +34,14 @@ class BenchRequest:
         source: pair file or preset.
         overrides, case: as in `load_pair`; without a case every case of the file's matrix runs.
         log_dir: where worker logs go; None for a temporary directory.
+        rendezvous_url: where workers that others started are announced; None starts workers here.
     """
 
     source: str
     overrides: tuple[str, ...] = ()
     case: str | None = None
     log_dir: Path | None = None
+    rendezvous_url: str | None = None
 
     def arguments(self, case: str | None, extra: Sequence[str] = ()) -> list[str]:
         """Return the worker's command-line arguments that name the same pair."""
@@ -65,8 +72,10 @@ def run_pair(
         progress(title, finished, len(jobs))
 
     log_dir = request.log_dir / _folder_name(title) if request.log_dir else None
-    with RunningPair(pair, request.arguments(name, extra), log_dir=log_dir) as running:
-        return running.run(jobs, on_finished)
+    arguments, url = request.arguments(name, extra), request.rendezvous_url
+    with RunningPair(pair, arguments, log_dir=log_dir, rendezvous_url=url) as running:
+        run = running.run(jobs, on_finished)
+    return replace(run, deaths=(*run.deaths, *running.fleet.unclean()))
 
 
 def _folder_name(title: str) -> str:
@@ -76,28 +85,66 @@ def _folder_name(title: str) -> str:
 
 def pattern_jobs(pair: PairConfig) -> list[Job]:
     """Return the workload of a pair without a model: lengths spread evenly over its range, longest last."""
-    low, high = pair.workload.prompt_tokens
-    count = pair.workload.requests
+    workload = pair.workload
+    (low, high), count = workload.prompt_tokens, workload.requests
     lengths = [low + (high - low) * index // max(1, count - 1) for index in range(count)]
     if count == 1:
         lengths = [high]
-    return [Job(prompt=(), prompt_tokens=length, max_new_tokens=1) for length in lengths]
+    return [
+        Job(
+            prompt=_prompt(workload.shared_prefix_tokens, index, length),
+            prompt_tokens=length,
+            max_new_tokens=1,
+            local=length < workload.local_below_tokens,
+            cancel_after_s=_cancel_after_s(workload.cancel, index),
+        )
+        for index, length in enumerate(lengths)
+    ]
+
+
+def _prompt(shared_tokens: int, number: int, length: int) -> tuple[int, ...]:
+    """Return tokens that all prompts share as far as `shared_tokens`; none where prompts are lengths only."""
+    if not shared_tokens:
+        return ()
+    own = (1 + number) * _OWN_TOKENS
+    return tuple(token if token < shared_tokens else own + token for token in range(length))
+
+
+def _cancel_after_s(cancel: CancelConfig | None, number: int) -> float | None:
+    """Return when to cancel a request: the first at once, the others spread over the time there is, mostly early."""
+    if cancel is None:
+        return None
+    turn, rest = divmod(number + 1, cancel.every)
+    return None if rest else cancel.within_s * float((turn - 1) * _GOLDEN % 1) ** 2
 
 
 def case_result(
     name: str, pair: PairConfig, run: PairRun, records: Sequence[RequestRecord], floor: float
 ) -> dict[str, Any]:
-    """Return one case's share of the result."""
+    """Return one case's share of the result.
+
+    It is ok if every request was verified or cancelled, some were verified, and every worker ended well.
+    """
     requests = [_request_entry(name, record) for record in records]
+    summary = summarise(requests, floor)
+    ended = summary["verified"] > 0 and summary["verified"] + summary["cancelled"] == summary["requests"]
     return {
         "name": name,
+        "ok": ended and summary["mismatched_bytes"] == 0 and not run.deaths,
+        "error": "",
         "config": pair.resolved(),
         "draft_kv": run.draft_kv,
         "path": [_path_entry(path) for path in run.paths],
         "requests": requests,
         "deaths": [_death_entry(death) for death in run.deaths],
-        "summary": summarise(requests, floor),
+        "summary": summary,
     }
+
+
+def failed_case(name: str, pair: PairConfig, error: str, floor: float) -> dict[str, Any]:
+    """Return the result of a case whose workers did not come up."""
+    run = PairRun(records=(), paths=(), draft_kv="", deaths=())
+    return {**case_result(name, pair, run, (), floor), "error": error}
 
 
 def summarise(requests: Sequence[dict[str, Any]], floor: float) -> dict[str, Any]:
@@ -108,6 +155,7 @@ def summarise(requests: Sequence[dict[str, Any]], floor: float) -> dict[str, Any
     return {
         "requests": len(requests),
         "verified": sum(entry["verified"] for entry in requests),
+        "cancelled": sum(entry["cancelled"] for entry in requests),
         "mismatched_bytes": sum(entry["mismatched_bytes"] for entry in requests),
         "bytes": sum(entry["bytes"] for entry in requests),
         "gb_per_s": {"median": median, "min": min(rates, default=0.0), "max": max(rates, default=0.0)},
@@ -146,6 +194,7 @@ def _request_entry(case: str, record: RequestRecord) -> dict[str, Any]:
         "gb_per_s": record.bytes / stages["move_s"] / 1e9 if stages["move_s"] else 0.0,
         "ttft_s": record.ttft_s(),
         "verified": verified,
+        "cancelled": record.was_cancelled,
         "mismatched_bytes": mismatched,
         "first_mismatch": first if mismatched else "",
         "error": record.reason,

@@ -12,7 +12,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 from transfer.hello import Side
-from unikv.errors import ConfigError, explain
 from workers.cli_options import CaseOption, JsonOption, PairArgument, SetOption
 from workers.config_load import load_pair
 from workers.json_output import check_target, write_json
@@ -29,16 +28,19 @@ def register(app: typer.Typer) -> None:
 
 def worker(  # noqa: PLR0913, PLR0917 - options of a command line
     pair: PairArgument,
-    side: Annotated[Side, typer.Option(help="Which half this process belongs to.")],
-    rank: Annotated[int | None, typer.Option(envvar="RANK", help="Flat rank; default: torchrun's RANK.")] = None,
+    side: Annotated[
+        Side | None, typer.Option(help="Which half; default: torchrun's first ranks are context, the rest generation.")
+    ] = None,
+    rank: Annotated[
+        int | None,
+        typer.Option(help="Flat rank; of instance i of n ranks: i * n + rank. Default: told by torchrun's RANK."),
+    ] = None,
     rendezvous: Annotated[
         str | None, typer.Option(metavar="tcp://HOST:PORT", help="Default: torchrun's MASTER_ADDR and MASTER_PORT.")
     ] = None,
     serve_rendezvous: Annotated[
         bool, typer.Option("--serve-rendezvous", help="Host the rendezvous in this process (one worker of a pair).")
     ] = False,
-    master_addr: Annotated[str | None, typer.Option(envvar="MASTER_ADDR", hidden=True)] = None,
-    master_port: Annotated[str | None, typer.Option(envvar="MASTER_PORT", hidden=True)] = None,
     case: CaseOption = None,
     overrides: SetOption = None,
     parent: Annotated[int | None, typer.Option(hidden=True)] = None,
@@ -48,19 +50,18 @@ def worker(  # noqa: PLR0913, PLR0917 - options of a command line
 
     Example: unikv worker pair.yaml --side context --rank 0 --rendezvous tcp://127.0.0.1:29500 --serve-rendezvous
     """
+    from workers.launched import place_worker  # noqa: PLC0415
     from workers.process import die_with_parent, set_up_logging  # noqa: PLC0415
     from workers.worker_main import run_worker  # noqa: PLC0415 - imports torch
 
     if parent is not None:
         die_with_parent(parent)
-    url = rendezvous or (f"tcp://{master_addr}:{master_port}" if master_addr and master_port else None)
-    if rank is None or url is None:
-        missing = "--rank" if rank is None else "--rendezvous"
-        cure = f"pass {missing}, or start the worker with torchrun"
-        raise ConfigError(explain("worker", missing, None, "a value", cure))
-    set_up_logging(f"{side} {rank}", verbose=verbose)
     config = load_pair(pair, overrides=overrides or (), case=case)
-    raise typer.Exit(run_worker(config, side, rank, url, serve=serve_rendezvous))
+    place = place_worker(config, side, rank, rendezvous)
+    set_up_logging(f"{place.side} {place.rank}", verbose=verbose)
+    serve = serve_rendezvous or place.serve
+    code = run_worker(config, place.side, place.rank, place.url, serve=serve, several_hosts=place.several_hosts)
+    raise typer.Exit(code)
 
 
 def launch(
@@ -88,6 +89,10 @@ def bench(
     overrides: SetOption = None,
     json: JsonOption = None,
     log_dir: LogOption = None,
+    rendezvous: Annotated[
+        str | None,
+        typer.Option(metavar="tcp://HOST:PORT", help="Use the workers announced there instead of launching some."),
+    ] = None,
 ) -> None:
     """Launch a pair, drive its workload, verify every byte, report. Exit 1 where anything is wrong.
 
@@ -105,7 +110,9 @@ def bench(
     set_up_logging("bench")
     if is_gpu_bench(pair):
         raise typer.Exit(_bench_gpu(console, pair, overrides or (), case, json))
-    request = BenchRequest(source=pair, overrides=tuple(overrides or ()), case=case, log_dir=log_dir)
+    request = BenchRequest(
+        source=pair, overrides=tuple(overrides or ()), case=case, log_dir=log_dir, rendezvous_url=rendezvous
+    )
     with ExitStack() as stack:
         result = run_bench(request, _progress(stack))
     fine = succeeded(result)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Final, Self
 
 from transfer.hello import Side
@@ -13,8 +13,10 @@ from transfer.link import PeerGone, Received
 from transfer.link_curve import CurveKeys
 from transfer.link_zmq import ZmqLink
 from unikv.errors import LinkBrokenError, RemoteProtocolError, explain
+from workers.addresses import ON_LOOPBACK, LinkAddress
 from workers.control import CODEC, Attach, ControlMessage, DecodeReport, PromptReport, Ready
 from workers.rendezvous import Rendezvous
+from workers.routing import WorkerName
 
 _log = logging.getLogger(__name__)
 
@@ -23,7 +25,6 @@ _LOOK_S: Final = 0.01
 """Pause between two looks for workers that are not up yet."""
 CONNECT_S: Final = 30.0
 
-WorkerName = tuple[Side, int]
 Report = PromptReport | DecodeReport
 
 
@@ -33,14 +34,29 @@ class FleetClient:
     Args:
         owner: the workers are ours: they end when we go.
         curve: keys of the link; None where the workers' links have none.
+        address: where workers send their reports.
+        silence_s: a worker that has been silent for so long is gone; None for the link's own limit.
 
     Attributes:
         ready: what each attached worker said of itself.
     """
 
-    def __init__(self, *, owner: bool = True, curve: CurveKeys | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        owner: bool = True,
+        curve: CurveKeys | None = None,
+        address: LinkAddress = ON_LOOPBACK,
+        silence_s: float | None = None,
+    ) -> None:
         self._owner = owner
-        self._link = ZmqLink(connect_timeout_s=CONNECT_S, curve=curve)
+        self._link = ZmqLink(
+            address.bind,
+            advertise=address.advertise,
+            connect_timeout_s=CONNECT_S,
+            curve=curve,
+            silence_s=silence_s,
+        )
         self._incarnation = secrets.token_hex(16)
         self._addresses: dict[WorkerName, str] = {}
         self._gone: dict[WorkerName, str] = {}
@@ -74,10 +90,10 @@ class FleetClient:
                 want = f"all within {timeout_s:g} s"
                 raise LinkBrokenError(explain("workers", "not ready", missing, want, "see their logs"))
 
-    def send(self, side: Side, message: ControlMessage) -> None:
-        """Send `message` to every rank of a side that is still there."""
-        for (other, _), address in self._addresses.items():
-            if other is side:
+    def send(self, side: Side, message: ControlMessage, ranks: Collection[int] | None = None) -> None:
+        """Send `message` to every rank of a side, or those in `ranks`, that is still there."""
+        for (other, rank), address in self._addresses.items():
+            if other is side and (ranks is None or rank in ranks):
                 self._send_to(address, message)
 
     def poll(self, timeout_s: float = _POLL_S) -> list[Report]:

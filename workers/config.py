@@ -25,8 +25,10 @@ from workers.config_side import (
     SpeculativeConfig,
 )
 from workers.config_values import (
+    Amount,
     Count,
     DraftSource,
+    Flag,
     Seconds,
     SizeBytes,
     Text,
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from transfer.link_curve import CurveKeys
 
 __all__ = [
+    "CancelConfig",
     "CurveConfig",
     "HFRunnerConfig",
     "HostTierConfig",
@@ -84,6 +87,10 @@ class TransferConfig(Section):
         layer_bands: 0 moves a prompt's pages when all of it is computed; from 1 on they leave while it is computed, in
             so many bands of layers, and chunk by chunk.
         watch_us: microseconds an engine looks for messages without a pause after it had something to do.
+        listen: interface, address or name of a host where its links listen; None: loopback, or where the rendezvous is
+            on a network the interface that leads there.
+        advertise: name or address that peers are told instead.
+        peer_silence_s: a peer that has been silent for so long is gone, as after a cut cable.
     """
 
     path: Annotated[PathKind, named(PathKind)] = PathKind.AUTO
@@ -95,6 +102,9 @@ class TransferConfig(Section):
     layer_bands: Annotated[int, Field(ge=0, le=1024)] = 0
     watch_us: Annotated[int, Field(ge=0, le=1_000_000)] = 0
     curve: CurveConfig | None = None
+    listen: Text | None = None
+    advertise: Text | None = None
+    peer_silence_s: Annotated[Seconds, Field(le=6000)] = 30.0
 
     def curve_keys(self) -> CurveKeys | None:
         """Return the keys of every link, None where links are open. Raises ConfigError as `CurveConfig.load`."""
@@ -106,9 +116,14 @@ class TransferConfig(Section):
 
 
 class PatternRunnerConfig(Section):
-    """No model: pages are filled with bytes that name their place."""
+    """No model: pages are filled with bytes that name their place.
+
+    Attributes:
+        pad_rows: rows without a request behind every decode step's own, as batches of a fixed size have them.
+    """
 
     kind: Literal["pattern"] = "pattern"
+    pad_rows: Annotated[int, Field(strict=True, ge=0, le=1 << 16)] = 0
 
 
 class HFRunnerConfig(Section):
@@ -145,8 +160,25 @@ def _turns(value: object) -> object:
     return tuple(conversations)
 
 
+class CancelConfig(Section):
+    """Requests that the caller cancels: every so many, each at a moment of its own within so many seconds."""
+
+    every: Count
+    within_s: Seconds
+
+
 class WorkloadConfig(Section):
-    """What the benchmark asks for. `prompts` are conversations, read already where the file named another file."""
+    """What the benchmark asks for.
+
+    Attributes:
+        shared_prefix_tokens: without a model: prompts are tokens, the first so many the same in all of them, and both
+            sides reuse prefixes; 0: prompts are lengths only.
+        cancel: None cancels nothing.
+        local_below_tokens: without a model: shorter prompts are computed on the generation side, nothing moves.
+        prompts: conversations, read already where the file named another file.
+        tell_data_rank: tell generation ranks which data-parallel rank of the context side has a request; else they ask
+            all of them.
+    """
 
     requests: Count = 8
     prompt_tokens: Annotated[tuple[Count, Count], as_tuple("[lowest, highest]", "write [100, 1000]", length=2)] = (
@@ -155,6 +187,10 @@ class WorkloadConfig(Section):
     )
     output_tokens: Count = 32
     concurrency: Count = 4
+    tell_data_rank: Flag = True
+    shared_prefix_tokens: Amount = 0
+    cancel: CancelConfig | None = None
+    local_below_tokens: Amount = 0
     prompts: Annotated[tuple[tuple[str, ...], ...], checked(_turns)] | None = None
 
     @model_validator(mode="after")

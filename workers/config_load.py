@@ -163,6 +163,10 @@ def _check_runner(pair: PairConfig, side: SideConfig, thing: str) -> None:
         if (size := getattr(side.parallel, name)) != 1:
             key, cure = f"{side.side}.parallel.{name}", "set it to 1: this runner does not split a model"
             raise ConfigError(explain(thing, key, size, "1 with runner.kind: hf", cure))
+    for name, left_out in (("shared_prefix_tokens", 0), ("cancel", None), ("local_below_tokens", 0)):
+        if (value := getattr(pair.workload, name)) != left_out:
+            want, cure = f"{left_out} with runner.kind: hf", "leave it out, or use runner.kind: pattern"
+            raise ConfigError(explain(thing, f"workload.{name}", value, want, cure))
     if side.speculative is not None and pair.runner.draft is None:
         cure = "name a drafter, or set speculative: null"
         raise ConfigError(explain(thing, "runner.draft", None, f"a drafter for {side.side}.speculative", cure))
@@ -175,10 +179,12 @@ def _check_served(pair: PairConfig, thing: str) -> None:
         ("transfer.path", moves.path, "auto, direct or zmq", moves.path is PathKind.NIXL),
         ("transfer.checksum", moves.checksum, "off", moves.checksum != "off"),
     ]
-    for side in Side:
-        config = pair.side(side)
-        found.append((f"{side}.parallel.cp", config.parallel.cp, "1", config.parallel.cp != 1))
-    cures = {"transfer.path": "this release carries no nixl path; use auto, direct or zmq"}
+    cp = pair.context.parallel.cp
+    found.append(("context.parallel.cp", cp, "1", cp != 1))
+    cures = {
+        "transfer.path": "this release carries no nixl path; use auto, direct or zmq",
+        "context.parallel.cp": "only the generation side may split sequences, set it there",
+    }
     default = "this release does not serve it yet, leave the key out"
     refusals = [explain(thing, key, got, want, cures.get(key, default)) for key, got, want, refused in found if refused]
     if refusals:

@@ -165,6 +165,7 @@ class SideConfig(Section):
     Attributes:
         side, source: which half of which pair file this is, for messages.
         layers: the whole model's, in order; None where the runner's model decides (``auto``).
+        instances: independent instances of the same shape; requests go to one of them.
         devices: device number of every rank; None: rank r takes device ``r % device_count``.
     """
 
@@ -178,6 +179,7 @@ class SideConfig(Section):
     layers: Annotated[tuple[LayerEntry, ...] | None, checked(_layers)] = None
     speculative: SpeculativeConfig | None = None
     parallel: ParallelConfig = ParallelConfig()
+    instances: Count = 1
     device: Annotated[str, one_of("cpu", "cuda")] = "cpu"
     devices: Annotated[tuple[Amount, ...], as_tuple("a list of device numbers", "write [0, 1]")] | None = None
     pool: PoolConfig
@@ -189,8 +191,9 @@ class SideConfig(Section):
             return self
         if self.device != "cuda":
             raise problem("left out without device: cuda", "set device: cuda, or drop devices", field="devices")
-        if len(self.devices) != self.parallel.world_size:
-            want = f"{self.parallel.world_size} numbers, one per rank (tp x pp x cp)"
+        ranks = self.instances * self.parallel.world_size
+        if len(self.devices) != ranks:
+            want = f"{ranks} numbers, one per rank (instances x tp x pp x cp)"
             raise problem(want, "list a device for every rank", field="devices")
         return self
 

@@ -25,7 +25,7 @@ class Attach:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PathReport:
-    """Which path a pair of ranks took, and why."""
+    """Which path a pair of workers took, and why. Workers of a side are numbered through all its instances."""
 
     context_rank: int
     generation_rank: int
@@ -46,7 +46,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPrompt:
-    """To every context rank: compute this prompt's KV and publish it.
+    """To every context rank of one group: compute this prompt's KV and publish it.
 
     Attributes:
         prompt: token ids; empty where the runner needs a length only.
@@ -61,18 +61,25 @@ class RunPrompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunDecode:
-    """To every generation rank: fetch this request and decode up to `max_new_tokens`."""
+    """To every generation rank of one group: fetch this request and decode up to `max_new_tokens`.
+
+    Attributes:
+        context_instance: number of the context instance that computes the prompt; None: we compute it ourselves.
+        context_data_rank: the data-parallel rank of it that does; None where nobody knows.
+    """
 
     request_id: RequestId
     prompt: tuple[int, ...]
     prompt_tokens: int
     max_new_tokens: int
     verify: bool
+    context_instance: int | None = 0
+    context_data_rank: int | None = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GiveUp:
-    """To every rank of both sides: this request cannot succeed any more, or nobody wants it."""
+    """To every rank that takes part in a request: it cannot succeed any more, or nobody wants it."""
 
     request_id: RequestId
     reason: str

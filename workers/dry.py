@@ -71,7 +71,7 @@ def span(heads: Span) -> list[int]:
 
 
 def layout_report(pair: PairConfig, side: Side, rank: int) -> Report:
-    """Return groups, pools and layers of one rank.
+    """Return groups, pools and layers of one rank. Under context parallelism it has blocks ``cp_rank``, ``+ cp``, ...
 
     Raises:
         ConfigError: the side has no such rank, or cannot be laid out.
@@ -83,6 +83,8 @@ def layout_report(pair: PairConfig, side: Side, rank: int) -> Report:
         "rank": rank,
         "tokens_per_block": layout.tokens_per_block,
         "kv_layout": layout.kv_layout.value,
+        "cp": card.position.cp,
+        "cp_rank": card.position.cp_rank,
         "groups": [_group(group) for group in layout.groups],
         "pools": [_pool(pool) for group in layout.groups for pool in group.pools],
         "bytes_per_token": sum(bytes_per_token(spec) for spec in layout.specs),
@@ -127,13 +129,16 @@ def size_report(
         groups says what one request of ``tokens / requests`` positions, max_seq_len at most, holds.
 
     Raises:
-        ConfigError: the side has no such rank or cannot be laid out, or a number is out of range.
+        ConfigError: the side has no such rank or cannot be laid out, splits sequences, or a number is out of range.
     """
     check_count("size", "--tokens", tokens, 0, MAX_COUNT)
     check_count("size", "--requests", requests, 1, MAX_COUNT)
     check_count("size", "--iteration-tokens", iteration_tokens, 0, MAX_COUNT)
     _, layout = _rank(pair, side, rank)
     config = pair.side(side)
+    if config.parallel.cp != 1:
+        cure = "ask with cp 1: each of the ranks then needs its share of the blocks"
+        raise ConfigError(explain(config.source, f"{side}.parallel.cp", config.parallel.cp, "1 for sizes", cure))
     headroom_tokens = _headroom(config, layout)
     cost = CacheCost.from_specs(
         layout.specs,

@@ -55,7 +55,10 @@ def check_report(report: GateReport) -> Report:
 
 
 def plan_report(pair: PairConfig, *, context_dp: int | None = None, generation_dp: int | None = None) -> Report:
-    """Return who sends what to whom; pairs of ranks that move nothing are absent.
+    """Return who sends what to whom in two instances; pairs of ranks that move nothing are absent.
+
+    Of a prompt's pages a pair moves ``ordinal_start``, ``+ ordinal_step``, ...: all of them, unless blocks are dealt to
+    context-parallel ranks.
 
     Args:
         pair: both sides.
@@ -92,6 +95,7 @@ def pages_report(pair: PairConfig, *, prompt_tokens: int, cached_tokens: int = 0
 
     Returns:
         Ordinals count blocks of the generation side. ``travels`` is False for draft groups where draft KV stays home.
+        Where blocks are dealt to context-parallel ranks, ``by_cp_rank`` says which ordinals each of them is sent.
 
     Raises:
         ConfigError: a number is out of range, or a side cannot be laid out.
@@ -103,11 +107,16 @@ def pages_report(pair: PairConfig, *, prompt_tokens: int, cached_tokens: int = 0
     report = judge(pair)
     require_compatible(report)
     # Stages number their own groups; those of the instance are numbered as on one rank that holds all of it.
-    layout = rank_layout(config, whole_model(config))
+    layout, cp = rank_layout(config, whole_model(config)), config.parallel.cp
+    ordinals = {
+        group.group_id: _ordinals(group, layout.tokens_per_block, prompt_tokens, cached_tokens)
+        for group in layout.groups
+    }
     return {
         "prompt_tokens": prompt_tokens,
         "cached_tokens": cached_tokens,
         "tokens_per_block": layout.tokens_per_block,
+        "cp": cp,
         "draft_kv": report.draft_kv.value,
         "groups": [
             {
@@ -116,7 +125,8 @@ def pages_report(pair: PairConfig, *, prompt_tokens: int, cached_tokens: int = 0
                 "window": group.window,
                 "sink_blocks": group.sink_blocks,
                 "travels": group.owner is LayerOwner.TARGET or report.draft_kv is not DraftKV.OFF,
-                "ordinals": _ordinals(group, layout.tokens_per_block, prompt_tokens, cached_tokens),
+                "ordinals": ordinals[group.group_id],
+                **({"by_cp_rank": _dealt(ordinals[group.group_id], cp)} if cp > 1 else {}),
             }
             for group in layout.groups
         ],
@@ -132,6 +142,11 @@ def _ordinals(group: GroupLayout, tokens_per_block: int, prompt_tokens: int, cac
         cached_tokens=0 if group.reuse_policy is ReusePolicy.PRIVATE else cached_tokens,
     )
     return [int(ordinal) for ordinal in ordinals]
+
+
+def _dealt(ordinals: Sequence[int], cp: int) -> list[list[int]]:
+    """Return the ordinals of each context-parallel rank."""
+    return [[ordinal for ordinal in ordinals if ordinal % cp == rank] for rank in range(cp)]
 
 
 def _data_parallel(cards: Sequence[RankCard], data_rank: int | None, option: str) -> Sequence[RankCard]:
@@ -152,6 +167,8 @@ def _program(program: CopyProgram) -> Report:
         "generation_rank": program.generation_rank,
         "bytes_per_page": program.page_bytes,
         "lanes": len(program.lanes),
+        "ordinal_start": program.pairs[0].ordinal_start,
+        "ordinal_step": program.pairs[0].ordinal_step,
         "slices": [_slice(piece) for piece in program.slices],
         "digest": program.digest,
     }

@@ -20,7 +20,7 @@ from typing import IO, Any, Final, Self
 from transfer.hello import Side
 from workers.config import PairConfig
 from workers.nursery import STOP_S
-from workers.topology import positions
+from workers.routing import num_workers
 
 _log = logging.getLogger(__name__)
 
@@ -34,6 +34,7 @@ class WorkerProcess:
     """One rank's process.
 
     Attributes:
+        rank: its number on its side, counted through all instances.
         pid: its process id; 0 until it was started.
         code: its exit code once it has ended, negative for a signal.
     """
@@ -75,6 +76,7 @@ class FleetManager:
         self._nursery_log: IO[bytes] | None = None
         self._stack = ExitStack()
         self._deaths: list[Death] = []
+        self._unclean: list[Death] = []
         self._unread = b""
 
     def start(self, pair: PairConfig, rendezvous_url: str, pair_arguments: Sequence[str], log_dir: Path | None) -> None:
@@ -88,10 +90,10 @@ class FleetManager:
         """
         plan: dict[str, Any] = {"imports": [], "workers": []}
         for side in (Side.CONTEXT, Side.GENERATION):
-            for position in positions(pair.side(side)):
-                worker = WorkerProcess(side, position.rank, self._open_log(f"{side}-{position.rank}", log_dir))
+            for rank in range(num_workers(pair.side(side))):
+                worker = WorkerProcess(side, rank, self._open_log(f"{side}-{rank}", log_dir))
                 self.workers.append(worker)
-                words = ["worker", *pair_arguments, "--side", side, "--rank", str(position.rank)]
+                words = ["worker", *pair_arguments, "--side", side, "--rank", str(rank)]
                 words += ["--rendezvous", rendezvous_url]
                 plan["workers"].append({"words": words, "log": worker.log.fileno()})
         self._nursery_log = self._open_log("start", log_dir)
@@ -137,6 +139,10 @@ class FleetManager:
             select.select([self._pipes()[1]], [], [], left_s)
         return tuple(self._deaths)
 
+    def unclean(self) -> tuple[Death, ...]:
+        """Return the workers that `stop` asked to end and that did not end well, such as with pages still in use."""
+        return tuple(self._unclean)
+
     def stop(self) -> None:
         """Ask everybody to end, wait, kill whoever does not. Idempotent."""
         if self._nursery is not None:
@@ -152,6 +158,7 @@ class FleetManager:
                 nursery.wait()
             for worker in self._news():
                 if worker.code:
+                    self._unclean.append(_death(worker, _manner(worker.code), _tail(worker.log)))
                     _log.warning("%s ended with %s", worker.name, _manner(worker.code))
             stdout.close()
             self._nursery = None

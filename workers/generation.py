@@ -9,17 +9,17 @@ from transfer.gate_report import DraftKV
 from transfer.generation_endpoint import ContextInstance
 from transfer.hello import Side
 from transfer.outcome import Outcome, TransferHandle
-from unikv.errors import CapacityError, InternalError, LocalProtocolError, explain
+from unikv.errors import CapacityError, InternalError, LocalProtocolError, RemoteProtocolError, explain
 from unikv.ids import GroupId, RequestId
 from unikv.layer_spec import LayerOwner
 from unikv.request import KVCacheRequest
 from workers.control import DecodeReport, LegRecord, PathReport, Ready, RunDecode
 from workers.evidence_report import evidence_report
-from workers.prefix_reuse import open_for_decode, taken_over_tokens, without
+from workers.prefix_reuse import open_for_decode, open_for_prefill, taken_over_tokens, without
 from workers.rank_runtime import RankRuntime
 from workers.rendezvous import Rendezvous
+from workers.routing import num_workers
 from workers.runner import Decoded, Evidence, Runner, Tables
-from workers.topology import positions
 from workers.worker_loop import CLOSE_S, Worker, describe, now_s
 
 _log = logging.getLogger(__name__)
@@ -45,34 +45,42 @@ class GenerationWorker(Worker[RunDecode]):
     def __init__(self, runtime: RankRuntime, runner: Runner, rendezvous: Rendezvous) -> None:
         super().__init__(runtime, runner, rendezvous)
         self._receiving: dict[RequestId, _Receiving] = {}
-        self._instance: ContextInstance | None = None
+        self._instances: tuple[ContextInstance, ...] = ()
         self._endpoint = runtime.generation_endpoint(self.wake)
 
     @property
-    def instance(self) -> ContextInstance:
-        """The context instance we are connected to.
+    def instances(self) -> tuple[ContextInstance, ...]:
+        """The context instances we are connected to, in the order of their numbers.
 
         Raises:
             LocalProtocolError: not connected.
         """
-        if self._instance is None:
+        if not self._instances:
             raise LocalProtocolError(explain("generation worker", "state", "new", "connected", "connect it first"))
-        return self._instance
+        return self._instances
+
+    @property
+    def draft_kv(self) -> DraftKV:
+        """Whether draft KV comes with the target's: all context instances are alike."""
+        return self.instances[0].draft_kv
 
     @property
     def draft_travels(self) -> bool:
         """Whether draft KV comes with the target's."""
-        return self.instance.draft_kv is not DraftKV.OFF
+        return self.draft_kv is not DraftKV.OFF
 
     def connect(self) -> None:
-        """Say hello to every context rank.
+        """Say hello to every rank of every context instance.
 
         Raises:
             IncompatiblePeerError: the gate refused; the text has every failed check.
             LinkBrokenError: a context rank did not announce itself, or does not answer.
         """
-        ranks = len(positions(self.runtime.pair.side(Side.CONTEXT)))
-        self._instance = self._endpoint.connect(self.rendezvous.find("transfer", Side.CONTEXT, ranks))
+        config = self.runtime.pair.side(Side.CONTEXT)
+        addresses = self.rendezvous.find("transfer", Side.CONTEXT, num_workers(config))
+        size = config.parallel.world_size
+        shares = (addresses[first : first + size] for first in range(0, len(addresses), size))
+        self._instances = tuple(self._endpoint.connect(share) for share in shares)
         if not self.draft_travels and self.runtime.manager.draft_layer_ids:
             _log.warning("generation rank %d: draft KV does not travel; drafts start cold", self.runtime.rank)
 
@@ -82,15 +90,16 @@ class GenerationWorker(Worker[RunDecode]):
             side=self.runtime.side,
             rank=self.runtime.rank,
             device=self.runtime.card.device,
-            draft_kv=self.instance.draft_kv,
+            draft_kv=self.draft_kv,
             paths=tuple(
                 PathReport(
-                    context_rank=peer.rank,
+                    context_rank=number * len(instance.ranks) + peer.rank,
                     generation_rank=self.runtime.rank,
                     path=peer.path,
                     reason=peer.path_reason,
                 )
-                for peer in self.instance.ranks
+                for number, instance in enumerate(self.instances)
+                for peer in instance.ranks
                 if peer.moves_bytes
             ),
         )
@@ -105,14 +114,25 @@ class GenerationWorker(Worker[RunDecode]):
         return self._step_capacity(work.prompt_tokens + output_tokens)
 
     def take(self, work: RunDecode) -> bool:
-        """Reserve pages for prompt and output, and ask for the request."""
+        """Reserve pages for prompt and output, and ask for the request, or compute it here."""
         manager, request = self.runtime.manager, None
+        prompt = self._shared_prompt(work)
         try:
-            request = open_for_decode(manager, work.request_id, work.prompt)
+            if work.context_instance is None:
+                request, publish_at = open_for_prefill(manager, work.request_id, prompt)
+                self._receiving[work.request_id] = self._compute(work, request, publish_at)
+                return True
+            request = open_for_decode(manager, work.request_id, prompt)
             cached = taken_over_tokens(manager, request)
             request.resize(self.capacity_tokens(work), work.prompt_tokens)
             tables, asked_s = without(request.page_tables(), cached, manager.layout.tokens_per_block), now_s()
-            handle = self._endpoint.receive(work.request_id, tables, work.prompt_tokens, instance=self.instance)
+            handle = self._endpoint.receive(
+                work.request_id,
+                tables,
+                work.prompt_tokens,
+                instance=self._instance_of(work),
+                data_rank=work.context_data_rank,
+            )
         except InternalError:
             raise  # ours is broken, not the request
         except CapacityError as error:
@@ -127,6 +147,28 @@ class GenerationWorker(Worker[RunDecode]):
             return True
         self._receiving[work.request_id] = _Receiving(work, request, tables, handle, asked_s, cached)
         return True
+
+    def _shared_prompt(self, work: RunDecode) -> tuple[int, ...]:
+        """Return the tokens whose KV is reused; none under context parallelism: no rank has whole sequences."""
+        return work.prompt if self.runtime.position.cp == 1 else ()
+
+    def _compute(self, work: RunDecode, request: KVCacheRequest, publish_at: int | None) -> _Receiving:
+        """Compute a prompt here, as the context side would; nothing travels."""
+        asked_s = now_s()
+        aux = self.runner.prefill(request, work.prompt, work.prompt_tokens, publish_at)
+        request.resize(max(self.capacity_tokens(work), request.capacity_tokens))
+        handle = TransferHandle(work.request_id, self.wake)
+        handle.decide(Outcome(request_id=work.request_id, aux=aux, total_s=now_s() - asked_s))
+        handle.settle_quiet()
+        return _Receiving(work, request, request.page_tables(), handle, asked_s, {})
+
+    def _instance_of(self, work: RunDecode) -> ContextInstance:
+        number = work.context_instance
+        if number is None or not 0 <= number < len(self.instances):
+            want, thing = f"in [0, {len(self.instances)})", f"request {work.request_id}"
+            cure = "route requests to instances of the pair file"
+            raise LocalProtocolError(explain(thing, "context_instance", number, want, cure))
+        return self.instances[number]
 
     def refuse(self, work: RunDecode, reason: str) -> None:
         """Tell the caller; no context rank has heard of the request from us."""
@@ -181,7 +223,7 @@ class GenerationWorker(Worker[RunDecode]):
                 reason="",
                 usable_s=receiving.asked_s + outcome.total_s,
                 settle_s=outcome.settle_s,
-                cached_tokens=min(receiving.cached_tokens.values(), default=0),
+                cached_tokens=self._target_tokens(receiving.cached_tokens),
                 verify_s=verified_s - started_s,
                 decode_s=now_s() - verified_s,
                 tokens=decoded.tokens,
@@ -194,17 +236,35 @@ class GenerationWorker(Worker[RunDecode]):
             )
         )
 
+    def _target_tokens(self, tokens: dict[GroupId, int]) -> int:
+        """Return how many leading tokens every target group had; drafts may lack some of them."""
+        groups = self.runtime.manager.layout.groups
+        return min((tokens.get(group.group_id, 0) for group in groups if group.owner is LayerOwner.TARGET), default=0)
+
     def _examine(self, receiving: _Receiving) -> Evidence:
         pages = replace(self.prompt_pages(receiving.work, receiving.tables), cached_tokens=receiving.cached_tokens)
-        return self.runner.examine(pages, with_draft=self.draft_travels)
+        return self.runner.examine(pages, with_draft=self._has_draft(receiving.work))
+
+    def _has_draft(self, work: RunDecode) -> bool:
+        """Whether the prompt's draft KV is in our pages."""
+        return work.context_instance is None or self.draft_travels
 
     def _decode(self, receiving: _Receiving, outcome: Outcome) -> Decoded:
-        """Decode from the first token the context side sent; a pipeline stage without one has nothing to decode."""
+        """Decode from the first token the context side sent; a rank nobody sent anything has nothing to decode.
+
+        Raises:
+            RemoteProtocolError: the prompt came without its first token.
+        """
         work, aux = receiving.work, outcome.aux
-        if aux is None or not aux.first_tokens:
+        if aux is None and not outcome.legs:
             return Decoded()
-        draft_valid_from = 0 if self.draft_travels else work.prompt_tokens
-        self._mark_written(receiving)
+        if aux is None or not aux.first_tokens:
+            cure = "let the context side send what it sampled with the prompt's KV"
+            text = explain(f"request {work.request_id}", "first_tokens", "empty", "at least one token", cure)
+            raise RemoteProtocolError(text)
+        draft_valid_from = 0 if self._has_draft(work) else work.prompt_tokens
+        if work.context_instance is not None:
+            self._mark_written(receiving)
         receiving.request.resize(self._step_capacity(work.prompt_tokens))  # from here on steps take what was reserved
         return self.runner.decode(
             receiving.request, work.prompt, aux.first_tokens[0], draft_valid_from, work.max_new_tokens
@@ -229,7 +289,8 @@ class GenerationWorker(Worker[RunDecode]):
 
     def _free(self, receiving: _Receiving) -> None:
         """Give the pages back; nobody touches them any more."""
-        self.runner.discard(receiving.tables)
+        if not self._shared_prompt(receiving.work):
+            self.runner.discard(receiving.tables)
         receiving.request.close()
         del self._receiving[receiving.work.request_id]
         self.pages_freed()

@@ -91,18 +91,23 @@ def buffer_bytes(card: RankCard, arrays: Sequence[Bytes]) -> Iterator[BufferByte
             )
 
 
-def live_units(card: RankCard, group_id: GroupId, pages: PromptPages) -> LiveUnits:
-    """Return the live pieces of a prompt in one group: windows are masked, sinks are not."""
+def live_units(card: RankCard, group_id: GroupId, pages: PromptPages, *, stale: bool = False) -> LiveUnits:
+    """Return the live pieces of a prompt in one group: windows are masked, sinks are not, unless `stale` is wanted too.
+
+    Under context parallelism these are the pieces in the rank's own blocks, which alone have a place in its tables.
+    """
     group, unit = card.group(group_id), pages.unit_tokens
     subs = card.tokens_per_block // unit
     units = live_ordinals(
         pages.prompt_tokens,
         tokens_per_block=unit,
-        window=group.window,
+        window=None if stale else group.window,
         sink_blocks=group.sink_blocks * subs,
         cached_tokens=pages.cached_tokens.get(group_id, 0),
     )
-    slots = _slots(pages.tables[group_id], units // np.int32(subs))
+    cp, cp_rank = card.position.cp, card.position.cp_rank
+    units = units[units // subs % cp == cp_rank]
+    slots = _slots(pages.tables[group_id], units // np.int32(subs * cp))
     there = slots != NO_PAGE
     held = units[there]
     return LiveUnits(
@@ -125,11 +130,11 @@ def _tokens(units: SlotArray, unit_tokens: int, prompt_tokens: int) -> SlotArray
     return tokens
 
 
-def _slots(table: SlotArray, ordinals: SlotArray) -> SlotArray:
-    """Look ordinals up in a table; behind its end there is no page."""
-    slots = np.full(len(ordinals), NO_PAGE, dtype=np.int32)
-    inside = ordinals < len(table)
-    slots[inside] = table[ordinals[inside]]
+def _slots(table: SlotArray, places: SlotArray) -> SlotArray:
+    """Look places up in a table; behind its end there is no page."""
+    slots = np.full(len(places), NO_PAGE, dtype=np.int32)
+    inside = places < len(table)
+    slots[inside] = table[places[inside]]
     return slots
 
 

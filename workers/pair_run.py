@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -12,12 +13,14 @@ from transfer.gate import check_instances, require_compatible
 from transfer.gate_report import GateReport
 from transfer.hello import Side
 from unikv.errors import LinkBrokenError
+from workers.addresses import choose_address
 from workers.client import FleetClient
 from workers.config import PairConfig
 from workers.control import PathReport, Stop
 from workers.fleet import Death, FleetManager
-from workers.rendezvous import Rendezvous
-from workers.topology import check_device, dry_cards, positions
+from workers.rendezvous import Rendezvous, host_of
+from workers.routing import RouteManager, num_workers
+from workers.topology import check_device, dry_cards
 from workers.workload import Job, RequestRecord, WorkloadDriver
 
 ATTACH_S: Final = 120.0
@@ -56,10 +59,21 @@ class RunningPair:
     Attributes:
         fleet: the processes.
         client: the link to them.
+        routes: which of them serve which request; jobs without a route go where it is their turn.
     """
 
-    def __init__(self, pair: PairConfig, pair_arguments: Sequence[str], *, log_dir: Path | None = None) -> None:
-        """Start the workers and wait until they are ready.
+    def __init__(
+        self,
+        pair: PairConfig,
+        pair_arguments: Sequence[str],
+        *,
+        log_dir: Path | None = None,
+        rendezvous_url: str | None = None,
+    ) -> None:
+        """Start the workers, or find those that others started, and wait until they are ready.
+
+        Args:
+            rendezvous_url: where workers that others started are announced; they go on when we leave. None starts them.
 
         Raises:
             ConfigError: the files of ``transfer.curve`` are not what they should be.
@@ -67,21 +81,26 @@ class RunningPair:
             LinkBrokenError: a worker died or did not come up; the text has the end of its log.
         """
         judge(pair)
-        keys = pair.transfer.curve_keys()
         self.pair = pair
-        self.ranks = {side: len(positions(pair.side(side))) for side in Side}
+        self.ranks = {side: num_workers(pair.side(side)) for side in Side}
         with ExitStack() as stack:
-            rendezvous = stack.enter_context(Rendezvous.reserve())
-            self.client = FleetClient(curve=keys)
+            meet = Rendezvous.reserve() if rendezvous_url is None else Rendezvous.join(rendezvous_url)
+            rendezvous, ours = stack.enter_context(meet), rendezvous_url is None
+            self.client = self._make_client(rendezvous.url, owner=ours)
             stack.callback(self.client.close)
             self.fleet = FleetManager()
-            stack.callback(self.fleet.stop)
-            stack.callback(self._ask_to_stop)
-            self.fleet.start(pair, rendezvous.url, pair_arguments, log_dir)
-            rendezvous.open()  # takes a second, in which the workers come up
+            if ours:
+                stack.callback(self.fleet.stop)
+                stack.callback(self._ask_to_stop)
+                self.fleet.start(pair, rendezvous.url, pair_arguments, log_dir)
+                rendezvous.open()  # takes a second, in which the workers come up
             self.client.attach(rendezvous, self.ranks, timeout_s=ATTACH_S, alive=self._check_alive)
             self._stack = stack.pop_all()
-        self._workload = WorkloadDriver(self.client, self.ranks, self.fleet.deaths)
+        self.routes = RouteManager.of_pair(pair)
+        first_id = 1 if rendezvous_url is None else secrets.randbits(48) + 1
+        self._workload = WorkloadDriver(
+            self.client, self.ranks, self.fleet.deaths, routes=self.routes, first_id=first_id
+        )
 
     @property
     def paths(self) -> tuple[PathReport, ...]:
@@ -114,6 +133,12 @@ class RunningPair:
 
     def __exit__(self, *_exc: object) -> None:
         self.close()
+
+    def _make_client(self, rendezvous_url: str, *, owner: bool) -> FleetClient:
+        transfer = self.pair.transfer
+        address = choose_address(host_of(rendezvous_url), listen=transfer.listen, advertise=transfer.advertise)
+        keys, silence_s = transfer.curve_keys(), transfer.peer_silence_s
+        return FleetClient(owner=owner, curve=keys, address=address, silence_s=silence_s)
 
     def _ask_to_stop(self) -> None:
         for side in (Side.GENERATION, Side.CONTEXT):

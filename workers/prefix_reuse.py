@@ -50,13 +50,15 @@ def open_for_decode(manager: UnifiedKVCacheManager, request_id: RequestId, promp
     return _open(manager, request_id, prompt, manager.probe(prompt).num_tokens)
 
 
+def taken_over(request: KVCacheRequest) -> dict[GroupId, int]:
+    """Return how many leading tokens each layer group has taken over from the cache, those of a partial block too."""
+    return {status.group_id: status.endpoint_tokens if status.complete else 0 for status in request.reuse_status()}
+
+
 def taken_over_tokens(manager: UnifiedKVCacheManager, request: KVCacheRequest) -> dict[GroupId, int]:
     """Return how many leading tokens of whole blocks each layer group has taken over from the cache."""
     tpb = manager.layout.tokens_per_block
-    return {
-        status.group_id: status.endpoint_tokens // tpb * tpb if status.complete else 0
-        for status in request.reuse_status()
-    }
+    return {group_id: tokens // tpb * tpb for group_id, tokens in taken_over(request).items()}
 
 
 def without(tables: Tables, tokens: Mapping[GroupId, int], tokens_per_block: int) -> Tables:

@@ -11,18 +11,20 @@ from transfer.context_endpoint import ContextEndpoint
 from transfer.copier import Copier
 from transfer.generation_endpoint import GenerationEndpoint
 from transfer.hello import RankCard, Side
+from transfer.link_curve import CurveKeys
 from transfer.link_zmq import ZmqLink
 from transfer.peer_memory import own_host_identity
 from unikv.cache_manager import UnifiedKVCacheManager
 from unikv.errors import ConfigError, explain
+from workers.addresses import ON_LOOPBACK, LinkAddress
 from workers.config import PairConfig, SideConfig
 from workers.rank_device import make_copier, memory_export, pool_regions, rank_device, rank_reach
+from workers.routing import num_workers, place_of
 from workers.runner import Runner
 from workers.topology import (
     check_device,
     host_tier_options,
     pool_budget,
-    positions,
     rank_card,
     rank_specs,
     speculation_shape,
@@ -38,9 +40,9 @@ def check_rank(pair: PairConfig, side: Side, rank: int) -> None:
         ConfigError: no such rank, or a device this release cannot serve.
     """
     config = pair.side(side)
-    if not 0 <= rank < config.parallel.world_size:
-        want = f"in [0, {config.parallel.world_size})"
-        raise ConfigError(explain(f"{side} worker", "rank", rank, want, "match parallel in the pair file"))
+    if not 0 <= rank < num_workers(config):
+        want = f"in [0, {num_workers(config)})"
+        raise ConfigError(explain(f"{side} worker", "rank", rank, want, "match instances and parallel of the side"))
     check_device(config)
 
 
@@ -48,13 +50,16 @@ class RankRuntime:
     """What a worker process of either side owns. A context manager: leaving it frees everything.
 
     Attributes:
+        rank: number of the worker on its side: the flat rank inside its instance, behind those of earlier instances.
         manager: the rank's cache.
         card: what peers learn of it; its address is that of `transfer_link`.
         control: link to the caller; used by the worker's main thread only.
         transfer_link: handed over to the endpoint, which closes it.
     """
 
-    def __init__(self, pair: PairConfig, side: Side, rank: int, *, instance: str) -> None:
+    def __init__(
+        self, pair: PairConfig, side: Side, rank: int, *, instance: str, address: LinkAddress = ON_LOOPBACK
+    ) -> None:
         """Bring up the rank; on failure at any step what exists is taken down and the error goes on.
 
         Raises:
@@ -62,18 +67,16 @@ class RankRuntime:
         """
         check_rank(pair, side, rank)
         config = pair.side(side)
-        self.pair, self.side, self.position = pair, side, positions(config)[rank]
+        self.pair, self.side, self.rank = pair, side, rank
+        _, self.position = place_of(config, rank)
+        self._address = address
         self._stack = ExitStack()
+        self._endpoint: ContextEndpoint | GenerationEndpoint | None = None
         try:
             self._bring_up(config, instance)
         except BaseException:
             self._stack.close()
             raise
-
-    @property
-    def rank(self) -> int:
-        """Flat rank inside the instance."""
-        return self.position.rank
 
     def bind(self, runner: Runner) -> None:
         """Give `runner` the pages."""
@@ -81,7 +84,7 @@ class RankRuntime:
 
     def context_endpoint(self, on_change: Callable[[], None], copier: Copier | None = None) -> ContextEndpoint:
         """Start our endpoint of the context side; it owns the transfer link, and `copier`, from now on."""
-        return ContextEndpoint(
+        self._endpoint = endpoint = ContextEndpoint(
             self.card,
             link=self.transfer_link,
             regions=pool_regions(self.card, self.manager.pools),
@@ -89,10 +92,11 @@ class RankRuntime:
             options=self.pair.transfer.options(),
             on_change=on_change,
         )
+        return endpoint
 
     def generation_endpoint(self, on_change: Callable[[], None]) -> GenerationEndpoint:
         """Start our endpoint of the generation side; it owns the transfer link from now on."""
-        return GenerationEndpoint(
+        self._endpoint = endpoint = GenerationEndpoint(
             self.card,
             link=self.transfer_link,
             regions=pool_regions(self.card, self.manager.pools),
@@ -100,9 +104,17 @@ class RankRuntime:
             options=self.pair.transfer.options(),
             on_change=on_change,
         )
+        return endpoint
 
     def close(self) -> None:
-        """Free links and memory, the links first. The cache's requests must be closed. Idempotent."""
+        """Free links and memory, the links first. The cache's requests must be closed. Idempotent.
+
+        Where the endpoint's thread does not end, link and memory are its own until the process ends.
+        """
+        endpoint, self._endpoint = self._endpoint, None
+        if endpoint is not None and not endpoint.ended:
+            _log.error("%s rank %d: the transfer's thread does not end; its memory stays", self.side, self.rank)
+            self._stack.pop_all()
         self._stack.close()
 
     def __enter__(self) -> RankRuntime:
@@ -121,15 +133,21 @@ class RankRuntime:
             device=rank_device(config, self.rank),
             speculation=speculation_shape(config),
             host_tier=host_tier_options(config),
+            cp_size=self.position.cp,
+            cp_rank=self.position.cp_rank,
         )
         self._stack.callback(self.manager.close)
         _log.info("%s rank %d: cache of %d bytes", self.side, self.rank, self._pool_bytes())
         keys = self.pair.transfer.curve_keys()
-        self.control = ZmqLink(curve=keys)
+        self.control = self._listen(keys)
         self._stack.callback(self.control.close)
-        self.transfer_link = ZmqLink(curve=keys)
+        self.transfer_link = self._listen(keys)
         self._stack.callback(self.transfer_link.close)
         self.card = self._describe(instance)
+
+    def _listen(self, keys: CurveKeys | None) -> ZmqLink:
+        silence_s = self.pair.transfer.peer_silence_s
+        return ZmqLink(self._address.bind, advertise=self._address.advertise, curve=keys, silence_s=silence_s)
 
     def _describe(self, instance: str) -> RankCard:
         device = str(self.manager.pools.device)

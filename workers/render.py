@@ -29,6 +29,8 @@ def layout(result: Result) -> RenderableType:
     """Show groups, pools and layers of one rank."""
     title = f"{result['side']} rank {result['rank']}: {result['bytes_per_token']:,} bytes per token, "
     title += f"{result['tokens_per_block']} tokens per block, {result['kv_layout']}"
+    if result["cp"] > 1:
+        title += f", blocks {_every(result['cp_rank'], result['cp'])}"
     groups = table("Layer groups", "group", "owner", "layers", "window", "sinks", "reuse", "page")
     for group in result["groups"]:
         groups.add_row(
@@ -76,12 +78,16 @@ def check(result: Result) -> RenderableType:
 
 def plan(result: Result) -> RenderableType:
     """Show every pair of ranks; slices that differ in their layer only share a line."""
-    shown = table("", "from", "to", "owner", "layers", "roles", "heads", "bytes per page", "lanes")
+    dealt = any(pair["ordinal_step"] > 1 for pair in result["pairs"])
+    blocks = ("blocks",) if dealt else ()
+    shown = table("", "from", "to", *blocks, "owner", "layers", "roles", "heads", "bytes per page", "lanes")
     for pair in result["pairs"]:
         ranks = (str(pair["context_rank"]), str(pair["generation_rank"]), str(pair["lanes"]))
+        which = _every(pair["ordinal_start"], pair["ordinal_step"])
         for (owner, heads), pieces in _grouped(pair["slices"], "owner", "heads"):
             shown.add_row(
                 *ranks[:2],
+                *((which,) if dealt else ()),
                 owner,
                 ranges({piece["layer"] for piece in pieces}),
                 ", ".join(dict.fromkeys(piece["role"] for piece in pieces)),
@@ -89,7 +95,7 @@ def plan(result: Result) -> RenderableType:
                 f"{sum(piece['bytes_per_page'] for piece in pieces):,}",
                 ranks[2],
             )
-            ranks = ("", "", "")
+            ranks, which = ("", "", ""), ""
         shown.add_section()
     moving = f"{len(result['pairs'])} pair(s) of ranks move bytes; draft KV {_draft_kv(result)}"
     note = Text(f"digest {result['digest']}; --json has every slice with its offsets", style="dim")
@@ -111,7 +117,15 @@ def pages(result: Result) -> RenderableType:
             str(len(ordinals) if group["travels"] else 0),
             text if group["travels"] else f"draft KV stays home (else {text})",
         )
-    return Group(Text(title, style="bold"), shown)
+    deal = [
+        f"CP rank {rank} of {result['cp']} is sent blocks {_every(rank, result['cp'])}" for rank in range(result["cp"])
+    ]
+    return Group(Text(title, style="bold"), shown, *map(Text, deal if result["cp"] > 1 else ()))
+
+
+def _every(start: int, step: int) -> str:
+    """Return every `step`-th number as text: ``1, 3, ...``."""
+    return f"{start}, {start + step}, ..."
 
 
 def presets(result: Result) -> RenderableType:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -28,8 +29,11 @@ def print_result(console: Console, result: dict[str, Any]) -> None:
 def verdict(result: dict[str, Any], *, fine: bool) -> Text:
     """Return the last line."""
     summary = result["summary"]
-    text = f"{summary['verified']}/{summary['requests']} requests verified byte by byte"
+    text = f"{summary['verified']}/{summary['requests'] - summary['cancelled']} requests verified byte by byte"
     text += f", {summary['mismatched_bytes']} bytes wrong"
+    text += f", {summary['cancelled']} cancelled" if summary["cancelled"] else ""
+    if len(result["cases"]) > 1:
+        text += f"; {sum(case['ok'] for case in result['cases'])}/{len(result['cases'])} cases passed"
     if "generation" in result:
         same = result["generation"]["tokens_identical_to_aggregated"]
         text += f", tokens {'identical to' if same else 'DIFFER from'} the aggregated run"
@@ -37,19 +41,21 @@ def verdict(result: dict[str, Any], *, fine: bool) -> Text:
 
 
 def _cases(cases: Sequence[dict[str, Any]]) -> RenderableType:
-    table = Table(title="Transfer, verified byte by byte", title_justify="left")
+    table = Table(
+        title="Transfer, verified byte by byte", title_justify="left", box=SIMPLE_HEAD, padding=0, pad_edge=False
+    )
     for name, justify in (
         ("case", "left"), ("draft", "left"), ("ok", "right"), ("MiB", "right"),
         ("GB/s", "right"), ("memcpy", "right"), ("p50 ms", "right"), ("p99 ms", "right"),
     ):  # fmt: skip
-        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+        table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
     for case in cases:
         summary = case["summary"]
-        fine = summary["verified"] == summary["requests"] and not summary["mismatched_bytes"]
+        wanted = summary["requests"] - summary["cancelled"]
         table.add_row(
             Text(case["name"]),
             case["draft_kv"],
-            Text(f"{summary['verified']}/{summary['requests']}", style="green" if fine else "red"),
+            Text(f"{summary['verified']}/{wanted}", style="green" if case["ok"] else "red"),
             f"{summary['bytes'] / _MIB:.0f}",
             f"{summary['gb_per_s']['median']:.2f}",
             f"{100 * summary['ratio_to_floor']:.0f} %",
@@ -119,12 +125,14 @@ def _troubles(result: dict[str, Any]) -> list[str]:
     """Say what went wrong, each thing once."""
     lines = []
     for case in result["cases"]:
+        if case["error"]:
+            lines.append(f"{case['name']}: {case['error']}")
         for death in case["deaths"]:
             lines.append(f"{case['name']}: {death['side']} rank {death['rank']} died: {death['reason']}")
             lines += [f"    {line}" for line in death["log"].splitlines()[-5:]]
         troubled: dict[str, list[int]] = {}
         for entry in case["requests"]:
-            if text := entry["error"] or entry["first_mismatch"]:
+            if (text := entry["error"] or entry["first_mismatch"]) and not entry["cancelled"]:
                 troubled.setdefault(text, []).append(entry["id"])
         for text, ids in troubled.items():
             which = f"request {ids[0]}" + (f" and {len(ids) - 1} more" if len(ids) > 1 else "")

@@ -156,6 +156,11 @@ class Rendezvous:
         return LinkBrokenError(f"{text} ({type(error).__name__})")
 
 
+def host_of(url: str) -> str:
+    """Return the host in ``tcp://HOST:PORT``; IPv6 without brackets. Raises ConfigError as `Rendezvous.join`."""
+    return _parse(url)[0]
+
+
 def _key(kind: str, side: str, rank: int) -> str:
     return f"{_PREFIX}/{kind}/{side}/{rank}"
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Final
 
 from transfer.hello import Side
 from unikv.ids import RequestId
 from workers.control import DecodeReport, PromptReport
 from workers.evidence import compare
 from workers.evidence_report import read_evidence
+from workers.routing import Route, WorkerName
 from workers.runner import Digest, DigestKey
+
+CANCELLED: Final = "the caller has cancelled it"
+"""Reason of a request that its caller gave up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,13 +23,20 @@ class Job:
 
     Attributes:
         prompt: token ids; empty for runners that need a length only.
-        after: number of the job, counted from 0 in its workload, that must be over before this one begins.
+        after: number of the job, counted from 0 in its workload, that must be over before this one begins, and whose
+            route it takes.
+        local: the generation side computes the prompt itself.
+        route: where the caller wants it to go; None: where it is its turn.
+        cancel_after_s: cancel it so long after it was submitted, if it is still open then.
     """
 
     prompt: tuple[int, ...]
     prompt_tokens: int
     max_new_tokens: int
     after: int | None = None
+    local: bool = False
+    route: Route | None = None
+    cancel_after_s: float | None = None
 
 
 @dataclass(slots=True)
@@ -32,25 +44,43 @@ class RequestRecord:
     """One request on all ranks, filled in as reports arrive.
 
     Attributes:
+        route: who takes part, on both sides; None where it was never sent.
         submitted_s, finished_s: on the host's monotonic clock; `finished_s` is 0.0 while reports are missing.
         prompts, decodes: reports by rank.
+        cancelled: the caller has cancelled it while it was open.
         abandoned: why nobody waits for more reports, empty where all came.
     """
 
     request_id: RequestId
     job: Job
     submitted_s: float
+    route: Route | None = None
     prompts: dict[int, PromptReport] = field(default_factory=dict)
     decodes: dict[int, DecodeReport] = field(default_factory=dict)
+    cancelled: bool = False
     abandoned: str = ""
     finished_s: float = 0.0
     _failures: list[str] = field(default_factory=list)
+
+    @property
+    def workers(self) -> frozenset[WorkerName]:
+        """Everybody who takes part."""
+        return frozenset() if self.route is None else self.route.workers
+
+    def ranks(self, side: Side) -> tuple[int, ...]:
+        """Return the workers of one side that take part, ascending."""
+        return () if self.route is None else self.route.ranks(side)
 
     @property
     def reason(self) -> str:
         """Why the request failed, "" where it did not: the first rank's reason that is not just another's cancel."""
         telling = [reason for reason in self._failures if "cancelled by" not in reason]
         return next(iter([*telling, *self._failures]), self.abandoned)
+
+    @property
+    def was_cancelled(self) -> bool:
+        """Whether the caller's cancelling is all that ended it."""
+        return bool(self.cancelled and self._failures) and all(CANCELLED in reason for reason in self._failures)
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -88,7 +118,7 @@ class RequestRecord:
         if new and report.reason:
             self._failures.append(report.reason)
 
-    def reporters(self) -> set[tuple[Side, int]]:
+    def reporters(self) -> set[WorkerName]:
         """Return the ranks that have reported."""
         return {(Side.CONTEXT, rank) for rank in self.prompts} | {(Side.GENERATION, rank) for rank in self.decodes}
 

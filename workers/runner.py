@@ -45,6 +45,7 @@ class PromptPages:
         prompt_tokens: tokens whose KV is in the pages.
         unit_tokens: tokens that are looked at as one piece. It divides the blocks of both sides, so that ranks with
             blocks of different lengths speak of the same pieces.
+        prompt: token ids; empty where requests are told apart by their ids.
         cached_tokens: leading tokens by layer group, whole blocks, that were there before and did not travel.
     """
 
@@ -52,6 +53,7 @@ class PromptPages:
     tables: Tables
     prompt_tokens: int
     unit_tokens: int
+    prompt: tuple[int, ...] = ()
     cached_tokens: Mapping[GroupId, int] = field(default_factory=dict)
 
 
@@ -113,7 +115,10 @@ class Runner(Protocol):
         ...
 
     def discard(self, tables: Tables) -> None:
-        """Called on the generation side when a request is over: make what it leaves behind recognisable as stale."""
+        """Called on the generation side when a request is over: make what it leaves behind recognisable as stale.
+
+        Not called for requests whose pages others may go on using.
+        """
         ...
 
     def examine(self, pages: PromptPages, *, with_draft: bool) -> Evidence:

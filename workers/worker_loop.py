@@ -135,6 +135,7 @@ class Worker(ABC, Generic[W]):
             tables=tables,
             prompt_tokens=work.prompt_tokens,
             unit_tokens=self._unit_tokens,
+            prompt=work.prompt,
         )
 
     # --- what the two sides do differently ------------------------------------------------------------------------

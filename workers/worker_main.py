@@ -7,13 +7,18 @@ import sys
 from contextlib import ExitStack
 from typing import Final
 
+from transfer.gate import require_compatible
+from transfer.gate_report import DraftKV, Verdict
 from transfer.hello import Side
+from workers.addresses import choose_address
 from workers.config import HFRunnerConfig, PairConfig
 from workers.context import ContextWorker
+from workers.dry_pair import judge
 from workers.generation import GenerationWorker
 from workers.rank_device import rank_device
 from workers.rank_runtime import RankRuntime, check_rank
-from workers.rendezvous import Rendezvous
+from workers.rendezvous import Rendezvous, host_of
+from workers.routing import place_of
 from workers.runner import Runner
 from workers.runner_pattern import PatternRunner
 
@@ -23,21 +28,34 @@ SWITCH_INTERVAL_S: Final = 0.0002
 """How long the model's Python code may keep the transfer's thread waiting; the default, 5 ms, is longer than a copy."""
 
 
-def run_worker(pair: PairConfig, side: Side, rank: int, rendezvous_url: str, *, serve: bool) -> int:
+def run_worker(
+    pair: PairConfig, side: Side, rank: int, rendezvous_url: str, *, serve: bool, several_hosts: bool = False
+) -> int:
     """Bring one rank up, serve until told to end, take it down; return the process's exit code.
+
+    Args:
+        serve: host the rendezvous in this process.
+        several_hosts: peers are known to run on other hosts, so that a loopback address is a mistake.
 
     Raises:
         ConfigError: the pair file does not fit the model, the rank or this machine.
-        IncompatiblePeerError: the gate refused the context instance (generation side).
+        IncompatiblePeerError: the gate refuses the two sides of the pair file, or (generation side) what the context
+            instance really is.
         LinkBrokenError: the rendezvous or a peer does not answer.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     check_rank(pair, side, rank)
+    _judge(pair, side)
+    transfer = pair.transfer
+    address = choose_address(
+        host_of(rendezvous_url), listen=transfer.listen, advertise=transfer.advertise, several_hosts=several_hosts
+    )
     with ExitStack() as stack:
         meet = Rendezvous.serve if serve else Rendezvous.join
         rendezvous = stack.enter_context(meet(rendezvous_url))
         runner = make_runner(pair, side, rank)
-        runtime = stack.enter_context(RankRuntime(pair, side, rank, instance=f"{side}-0"))
+        instance, _ = place_of(pair.side(side), rank)
+        runtime = stack.enter_context(RankRuntime(pair, side, rank, instance=f"{side}-{instance}", address=address))
         runtime.bind(runner)
         if side is Side.CONTEXT:
             context = ContextWorker(runtime, runner, rendezvous)
@@ -49,6 +67,19 @@ def run_worker(pair: PairConfig, side: Side, rank: int, rendezvous_url: str, *, 
         return generation.run()
 
 
+def _judge(pair: PairConfig, side: Side) -> None:
+    """Refuse at start what could only be refused on meeting; say once if draft KV was wanted and stays.
+
+    Raises:
+        IncompatiblePeerError: the text has every failed check.
+    """
+    report = judge(pair)
+    require_compatible(report)
+    reasons = [check.reason for check in report.checks if check.scope == "draft" and check.verdict is Verdict.FALLBACK]
+    if side is Side.CONTEXT and report.draft_kv is DraftKV.OFF and reasons:
+        _log.warning("draft KV does not travel: %s", "; ".join(dict.fromkeys(filter(None, reasons))))
+
+
 def make_runner(pair: PairConfig, side: Side, rank: int = 0) -> Runner:
     """Return the runner the pair file names, on the rank's device; loading a model takes seconds."""
     if isinstance(pair.runner, HFRunnerConfig):
@@ -57,4 +88,4 @@ def make_runner(pair: PairConfig, side: Side, rank: int = 0) -> Runner:
         _log.info("loading %s", pair.runner.model)
         model = load_runner(pair.runner, pair.side(side), device=rank_device(pair.side(side), rank))
         return ModelRunner(model, chunk_tokens=pair.runner.chunk_tokens)
-    return PatternRunner()
+    return PatternRunner(pad_rows=pair.runner.pad_rows)

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from transfer import driver as driver_module
 from transfer.driver import TransferDriver
 from transfer.link import Link
 from transfer.link_memory import MemoryNetwork
@@ -257,3 +258,22 @@ def test_an_engine_that_had_something_to_do_is_watched_for_a_while_where_that_is
         assert (max(waits[1:3]) == 0.0) is expecting
     finally:
         driver.close("the test is over")
+
+
+def test_a_thread_that_does_not_end_in_time_is_not_called_over(
+    engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver_module, "END_S", 0.05)
+    began, go_on = threading.Event(), threading.Event()
+
+    def block() -> None:
+        began.set()
+        go_on.wait(10)
+
+    engine.on_turn = block
+    driver = TransferDriver(engine, name="test-driver")
+    assert began.wait(10)
+    assert driver.close("over", drain_s=0.01) is False and not driver.ended
+    assert "close" not in engine.told
+    go_on.set()
+    assert driver.close("over", drain_s=5.0) is True and driver.ended

@@ -1227,7 +1227,7 @@ def test_a_card_that_breaks_our_own_code_is_answered_too(world: World, monkeypat
     def broken(*cards: RankCard) -> None:
         raise KeyError("nobody foresaw this card")
 
-    monkeypatch.setattr("transfer.context_peers.check", broken)
+    monkeypatch.setattr("transfer.context_peers.judge", broken)
     registration = generation.engine.register(context.address)
     world.settle(3)
     assert "nobody foresaw this card" in registration.refusal

@@ -15,7 +15,7 @@ import pytest
 import zmq
 
 import transfer
-from transfer import link_zmq
+from transfer import link_sockets, link_zmq
 from transfer.link_zmq import ZmqLink
 from transfer.messages import Envelope, Goodbye
 from transfer.testing_mailbox import PATIENCE_S, MailboxManager, contents
@@ -158,15 +158,15 @@ def test_a_process_that_computes_and_never_polls_is_not_gone(
     with process(COMPUTE) as (_, address):
         link.connect(address)
         mail.wait_done(link.send(address, [bytes(1_000_000)]))
-        watched_until_s = time.monotonic() + 3 * link_zmq.HEARTBEAT_TIMEOUT_S
+        watched_until_s = time.monotonic() + 3 * link_sockets.HEARTBEAT_TIMEOUT_S
         while time.monotonic() < watched_until_s:
             mail.assert_quiet(link)
         link.disconnect(address)
 
 
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link_zmq, "HEARTBEAT_INTERVAL_S", 0.1)
-    monkeypatch.setattr(link_zmq, "HEARTBEAT_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(link_sockets, "HEARTBEAT_INTERVAL_S", 0.1)
+    monkeypatch.setattr(link_sockets, "HEARTBEAT_TIMEOUT_S", 0.5)
 
 
 # what comes in from strangers
@@ -206,7 +206,7 @@ def test_messages_with_too_many_frames_are_dropped(
 
 
 def test_a_frame_that_is_too_long_cuts_its_sender_off(mail: MailboxManager, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link_zmq, "MAX_FRAME_BYTES", 1_000_000)
+    monkeypatch.setattr(link_sockets, "MAX_FRAME_BYTES", 1_000_000)
     small, sender = ZmqLink(), ZmqLink()
     mail.add(small)
     mail.add(sender)

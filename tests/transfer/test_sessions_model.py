@@ -95,14 +95,16 @@ class Sessions(RuleBasedStateMachine):
     def is_gone(self, host: HostIdentity | None) -> bool:
         return host is not None and host.pid in self.dead
 
-    @initialize()
-    def begin(self) -> None:
+    @initialize(holding=st.lists(st.booleans(), min_size=4, max_size=4))
+    def begin(self, holding: list[bool]) -> None:
         for side in Side:
             for tp_rank in range(self.tp):
                 self.nodes.append(self.node(side, tp_rank, None))
         for node in self.generations():
             self.register(node)
         self.settle(6)
+        for node, hold in zip(self.nodes, holding, strict=False):
+            node.copies.usual = Fault.HOLD if hold else Fault.PASS
 
     def node(self, side: Side, tp_rank: int, address: str | None) -> Node:
         messages, copies = ScriptedFaults(), ScriptedFaults()
@@ -155,6 +157,16 @@ class Sessions(RuleBasedStateMachine):
             node.kept[request] = [pages.copy() for pages in node.pages(request)]
 
     # --- callers --------------------------------------------------------------------------------------------------
+
+    @rule(request=REQUEST, early=st.booleans(), late=st.booleans(), rounds=st.integers(0, 5))
+    def serve(self, request: int, early: bool, late: bool, rounds: int) -> None:
+        """Begin a request everywhere, and let it go on for a while."""
+        for number in range(self.tp):
+            if late:
+                self.receive(request, number)
+            self.publish(request, number, early)
+            self.receive(request, number)
+        self.settle(rounds)
 
     @rule(request=REQUEST, number=NUMBER, early=st.booleans())
     def publish(self, request: int, number: int, early: bool) -> None:
@@ -230,7 +242,7 @@ class Sessions(RuleBasedStateMachine):
         number=NUMBER,
         side=SIDE,
         fault=st.sampled_from([Fault.DROP, Fault.DUPLICATE, Fault.HOLD, Fault.CUT]),
-        passing=st.integers(0, 2),
+        passing=st.integers(0, 4),
     )
     def disturb_messages(self, number: int, side: Side, fault: Fault, passing: int) -> None:
         self.pick(side, number).messages.arm(*[Fault.PASS] * passing, fault)
@@ -244,6 +256,10 @@ class Sessions(RuleBasedStateMachine):
     def disturb_copies(self, number: int, side: Side, fault: Fault, passing: int) -> None:
         self.pick(side, number).copies.arm(*[Fault.PASS] * passing, fault)
         self.doubted |= fault is Fault.CUT
+
+    @rule(number=NUMBER, side=SIDE, usual=st.sampled_from([Fault.PASS, Fault.HOLD]))
+    def hold_copies(self, number: int, side: Side, usual: Fault) -> None:
+        self.pick(side, number).copies.usual = usual
 
     @rule(number=NUMBER, side=SIDE)
     def release_messages(self, number: int, side: Side) -> None:
@@ -281,6 +297,14 @@ class Sessions(RuleBasedStateMachine):
             for request, kept in node.kept.items():
                 for was, pages in zip(kept, node.pages(request), strict=True):
                     assert np.array_equal(was, pages), f"{node.side} request {request}: touched after its end"
+
+    @invariant()
+    def nothing_reads_pages_that_are_given_back(self) -> None:
+        for node in self.contexts():
+            for job in node.copier.pending():
+                for slot in job.pages.src_slot:
+                    handle = node.handles.get((int(slot) - 1) // BLOCKS)
+                    assert handle is None or not handle.quiet, f"request {handle.request_id}: read after its end"
 
     @invariant()
     def null_pages_stay_empty(self) -> None:

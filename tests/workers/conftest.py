@@ -113,6 +113,8 @@ def memory_of() -> Iterator[Callable[..., Memory]]:
                 pool=pool_budget(config),
                 kv_layout=config.kv_layout,
                 speculation=speculation_shape(config),
+                cp_size=position.cp,
+                cp_rank=position.cp_rank,
             )
             stack.callback(_close, manager)
             return Memory(manager, rank_card(pair, side, position, layout=manager.layout))

@@ -414,7 +414,7 @@ def test_draft_layers_come_last(folder: Path) -> None:
             ["transfer.path is 'nixl'", "this release carries no nixl path; use auto, direct or zmq"],
         ),
         ("transfer.checksum=page", ["transfer.checksum is 'page'", "does not serve it yet"]),
-        ("generation.parallel.cp=2", ["generation.parallel.cp is 2", "does not serve it yet"]),
+        ("context.parallel.cp=2", ["context.parallel.cp is 2", "only the generation side may split sequences"]),
     ],
 )
 def test_what_is_not_served_is_refused_plainly(folder: Path, override: str, parts: list[str]) -> None:
@@ -436,6 +436,36 @@ def test_sections_of_no_effect_are_allowed(folder: Path) -> None:
 def test_a_model_is_not_split(folder: Path, side: str, name: str) -> None:
     text = refusal(*HF, f"{side}.parallel.{name}=2")
     assert f"{side}.parallel.{name} is 2, expected 1 with runner.kind: hf" in text
+
+
+@pytest.mark.parametrize("name", ["tp", "pp", "cp"])
+def test_blocks_heads_and_layers_of_a_pattern_are_split_on_the_generation_side(folder: Path, name: str) -> None:
+    assert getattr(load(f"generation.parallel.{name}=2").generation.parallel, name) == 2
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "left_out"),
+    [
+        ("shared_prefix_tokens", "8", "0"),
+        ("cancel", "{every: 2, within_s: 1.0}", "None"),
+        ("local_below_tokens", "8", "0"),
+    ],
+)
+def test_a_model_has_a_workload_of_its_own(folder: Path, key: str, value: str, left_out: str) -> None:
+    text = refusal(*HF, f"workload.{key}={value}")
+    assert f"workload.{key} is" in text and f"expected {left_out} with runner.kind: hf" in text
+    assert getattr(load(f"workload.{key}={value}").workload, key)
+
+
+def test_there_may_be_several_instances_of_everything(folder: Path) -> None:
+    pair = load("context.instances=2", "generation.instances=3")
+    assert (pair.context.instances, pair.generation.instances) == (2, 3)
+    assert load(*HF, "generation.parallel.tp=1", "context.instances=2").context.instances == 2
+    assert "context.instances is 0" in refusal("context.instances=0")
+    on_gpus = ("context.device=cuda", "context.parallel.tp=2", "context.instances=2")
+    assert load(*on_gpus, "context.devices=[0, 1, 2, 3]").context.device_of(3, 8) == "cuda:3"
+    text = refusal(*on_gpus, "context.devices=[0, 1]")
+    assert "expected 4 numbers, one per rank (instances x tp x pp x cp)" in text
 
 
 def test_a_runner_has_what_it_needs(folder: Path) -> None:

@@ -53,6 +53,19 @@ def test_a_layout_names_groups_pools_and_buffers() -> None:
     assert found["bytes_per_token"] == 2 * 2048 + 2 * 1024
 
 
+def test_a_context_parallel_rank_has_its_own_blocks_of_the_same_pages() -> None:
+    whole, dealt = (
+        layout_report(pair("tp2-tp4", f"generation.parallel={{tp: 4, cp: {cp}}}"), Side.GENERATION, cp * 3)
+        for cp in (1, 2)
+    )
+    assert (whole["cp"], whole["cp_rank"], dealt["cp"], dealt["cp_rank"]) == (1, 0, 2, 0)
+    assert (dealt["groups"], dealt["pools"], dealt["layers"]) == (whole["groups"], whole["pools"], whole["layers"])
+    last = layout_report(pair("tp2-tp4", "generation.parallel={tp: 4, cp: 2}"), Side.GENERATION, 7)
+    assert (last["cp_rank"], last["layers"]) == (1, whole["layers"])
+    with pytest.raises(ConfigError, match=r"generation.parallel.cp is 2, expected 1 for sizes"):
+        size("tp2-tp4", "generation.parallel.cp=2")
+
+
 @pytest.mark.parametrize(
     ("side", "rank", "target", "draft"),
     [(Side.CONTEXT, 0, [0, 4], [0, 2]), (Side.CONTEXT, 1, [4, 8], [2, 4]), (Side.GENERATION, 3, [6, 8], [3, 4])],

@@ -219,6 +219,37 @@ def test_groups_are_those_of_the_whole_instance() -> None:
     ]
 
 
+CP = ("generation.parallel={tp: 2, cp: 3}",)
+
+
+def test_blocks_are_dealt_to_context_parallel_ranks() -> None:
+    found = plan_report(pair("tp2-tp4", *CP))
+    assert [
+        (*rank, item["ordinal_start"], item["ordinal_step"])
+        for rank, item in zip(ranks(found), found["pairs"], strict=True)
+    ] == [(0, 0, 0, 3), (0, 1, 1, 3), (0, 2, 2, 3), (1, 3, 0, 3), (1, 4, 1, 3), (1, 5, 2, 3)]
+    groups = pages_report(pair("tp2-tp4", *CP, "model.layers.1.window=64"), prompt_tokens=250)
+    assert groups["cp"] == 3
+    assert [(group["ordinals"], group["by_cp_rank"]) for group in groups["groups"]] == [
+        ([0, 1, 2, 3, 4, 5, 6, 7], [[0, 3, 6], [1, 4, 7], [2, 5]]),
+        ([5, 6, 7], [[6], [7], [5]]),
+    ]
+
+
+def test_without_context_parallelism_everything_passes_between_two_ranks() -> None:
+    assert {(p["ordinal_start"], p["ordinal_step"]) for p in plan_report(pair("tp2-tp4"))["pairs"]} == {(0, 1)}
+    found = pages_report(pair("tp2-tp4"), prompt_tokens=250)
+    assert found["cp"] == 1 and all("by_cp_rank" not in group for group in found["groups"])
+
+
+def test_the_gate_lets_blocks_be_dealt_where_they_have_one_length() -> None:
+    assert check_report(judge(pair("tp2-tp4", *CP)))["compatible"]
+    refused = check_report(judge(pair("pages-differ", "generation.parallel.cp=2", "generation.tokens_per_block=64")))
+    assert not refused["compatible"]
+    [row] = [check for check in refused["checks"] if check["name"] == "cp"]
+    assert (row["verdict"], row["context"], row["generation"]) == ("refuse", "1", "2")
+
+
 @given(prompt_tokens=st.integers(0, 8192), cached_tokens=st.integers(0, 8192), window=st.integers(1, 8191))
 def test_what_travels_is_what_the_next_token_sees(prompt_tokens: int, cached_tokens: int, window: int) -> None:
     cached_tokens = min(cached_tokens, prompt_tokens)

@@ -85,6 +85,8 @@ def test_a_fleet_ends_what_it_started_even_workers_that_wait(pair: PairConfig) -
         fleet.stop()
         assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
         assert fleet.deaths() == (), "who was asked to end has not died"
+        ended_badly = {worker.rank: worker.code for worker in fleet.workers if worker.code}
+        assert {death.rank for death in fleet.unclean()} == set(ended_badly), "but may have had to be killed"
 
 
 def test_a_killed_worker_is_a_death_and_the_others_live(pair: PairConfig) -> None:

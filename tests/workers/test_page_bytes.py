@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -118,6 +119,37 @@ def test_live_units_cover_every_live_token_once(
     assert missing_tokens(live, prompt) >= len(wanted) - len(there)
     assert all(slot == 100 + int(u) * unit // block for u, slot in zip(live.units, live.slots, strict=True))
     assert all(sub == int(u) % (block // unit) for u, sub in zip(live.units, live.subs, strict=True))
+
+
+@pytest.mark.parametrize("cp", [2, 3])
+@given(
+    key=st.sampled_from(sorted(CARDS, key=str)),
+    prompt=st.integers(1, 400),
+    cached_blocks=st.integers(0, 5),
+    stale=st.booleans(),
+)
+def test_context_parallel_ranks_have_their_own_blocks_and_together_all(
+    cp: int, key: tuple[int | None, int, int], prompt: int, cached_blocks: int, stale: bool
+) -> None:
+    unit, block, group = 8, key[2], GroupId(0)
+    blocks = np.arange(-(-prompt // block), dtype=np.int32)
+    cached = {group: cached_blocks * block}
+
+    def units_of(size: int, rank: int) -> list[tuple[int, int, int, int]]:
+        card = replace(CARDS[key], position=ParallelPosition(cp=size, cp_rank=rank))
+        tables = {group: blocks[rank::size] + np.int32(100)}
+        pages = PromptPages(
+            request_id=RequestId(1), tables=tables, prompt_tokens=prompt, unit_tokens=unit, cached_tokens=cached
+        )
+        live = live_units(card, group, pages, stale=stale)
+        assert not len(live.missing)
+        columns = (live.units, live.slots, live.subs, live.tokens)
+        return list(zip(*(column.tolist() for column in columns), strict=True))
+
+    shares = [units_of(cp, rank) for rank in range(cp)]
+    assert sorted(row for share in shares for row in share) == units_of(1, 0)
+    for rank, share in enumerate(shares):
+        assert all(slot == 100 + number * unit // block and (slot - 100) % cp == rank for number, slot, *_ in share)
 
 
 def test_rows_of_units_come_from_their_place_in_the_block(

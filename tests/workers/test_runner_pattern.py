@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from transfer.hello import Side
-from unikv.errors import SpecError
+from unikv.errors import InternalError, SpecError
 from unikv.ids import NO_PAGE, NULL_SLOT, GroupId, RequestId
 from unikv.layer_spec import STANDARD_ROLES
 from workers.config import PairConfig
 from workers.page_bytes import BufferBytes, buffer_bytes
 from workers.pattern import BITS, Place, read_row, role_number, scramble, unscramble
-from workers.runner_pattern import POISON, PatternRunner
+from workers.prefix_reuse import open_for_prefill
+from workers.runner_pattern import POISON, STEP, PatternRunner
 
 Pair = Callable[..., PairConfig]
 MemoryOf = Callable[..., Any]
@@ -250,6 +252,92 @@ def test_discarding_poisons_the_pages_of_that_request_only(filled: Filled) -> No
         slots = gone[buffer.group_id]
         assert (buffer.pages[slots[slots != NO_PAGE]] == POISON).all()
     assert filled.runner.examine(filled.memory.pages(other, 20), with_draft=True).mismatched_bytes == 0
+
+
+# --- prefixes that are reused -----------------------------------------------------------------------------------------
+
+
+def serve(filled: Filled, number: int, prompt: tuple[int, ...]) -> tuple[int, Any]:
+    """Fill, check and close one request for tokens; return what it took over and what was found."""
+    manager = filled.memory.manager
+    request, publish_at = open_for_prefill(manager, RequestId(number), prompt)
+    cached = request.history_tokens
+    filled.runner.prefill(request, prompt, len(prompt), publish_at)
+    pages = replace(filled.memory.pages(request, len(prompt)), prompt=prompt)
+    evidence = filled.runner.examine(pages, with_draft=True)
+    request.close()
+    manager.check_integrity()
+    return cached, evidence
+
+
+def test_requests_use_one_anothers_prefixes_and_every_byte_is_right(filled: Filled) -> None:
+    shared = tuple(range(100))
+    prompts = [(*shared[:length], *range(1000 + length, 1030 + length)) for length in (100, 100, 70, 33, 5)]
+    prompts += [(*shared, 7, 8, 9), shared[:60]]
+    found = [serve(filled, 20 + index, prompt) for index, prompt in enumerate(prompts)]
+    assert [evidence.first_mismatch for _, evidence in found] == [""] * len(prompts)
+    assert [cached for cached, _ in found][:2] == [0, len(prompts[0]) - 1]
+    assert all(cached >= 0.4 * len(prompt) for (cached, _), prompt in zip(found[2:4], prompts[2:4], strict=True))
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 120), st.integers(0, 120)), min_size=2, max_size=6))
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_whatever_is_shared_no_byte_is_wrong(filled: Filled, requests: list[tuple[int, int, int]]) -> None:
+    filled.request.close()
+    filled.memory.manager.clear_reusable_blocks()
+    for index, (branch, length, fork) in enumerate(requests):
+        prompt = tuple(token if token < fork else 1000 * (branch + 1) + token for token in range(length))
+        _, evidence = serve(filled, 20 + index, prompt)
+        assert (evidence.mismatched_bytes, evidence.first_mismatch) == (0, "")
+
+
+def test_a_page_of_another_prefix_is_wrong(filled: Filled) -> None:
+    manager, prompt = filled.memory.manager, tuple(range(40))
+    request = manager.create_request(RequestId(30), ())
+    request.resume()
+    filled.runner.prefill(request, prompt, len(prompt))
+    other = (*prompt[:20], 999, *prompt[21:])
+    pages = replace(filled.memory.pages(request, len(prompt)), prompt=other)
+    assert "token 20 holds the row of layer 0 key head 0 token 20 of another request" in (
+        filled.runner.examine(pages, with_draft=True).first_mismatch
+    )
+
+
+# --- batches of a fixed size ------------------------------------------------------------------------------------------
+
+
+def test_rows_without_a_request_write_to_the_null_slot_and_nowhere_else(tiny_pair: Pair, memory_of: MemoryOf) -> None:
+    filled = Filled(memory_of(tiny_pair()))
+    runner = PatternRunner(pad_rows=3)
+    runner.bind(filled.memory.manager, filled.memory.card)
+    runner.prefill(filled.request, (), PROMPT)
+    other = filled.memory.request(8, 20)
+    buffers = list(buffer_bytes(filled.memory.card, filled.memory.arrays))
+    before = [buffer.pages.copy() for buffer in buffers]
+    filled.request.resize(filled.memory.manager.generation_capacity(PROMPT, 3))
+    runner.decode(filled.request, (), 1, 0, 1)
+    for buffer, old in zip(buffers, before, strict=True):
+        slot = filled.request.page_tables()[buffer.group_id][PROMPT // 16]
+        changed = {tuple(place[:1]) + tuple(place[2:3]) for place in np.argwhere(buffer.pages != old).tolist()}
+        assert changed == {(NULL_SLOT, PROMPT % 16), (int(slot), PROMPT % 16)}
+        assert (buffer.pages[[NULL_SLOT, slot], :, PROMPT % 16] == STEP).all()
+    assert runner.examine(filled.pages, with_draft=True).mismatched_bytes == 0
+    assert other.capacity_tokens > 0
+
+
+def test_a_row_that_reaches_a_page_is_found_out(filled: Filled, monkeypatch: pytest.MonkeyPatch) -> None:
+    manager, victim = filled.memory.manager, filled.memory.request(8, 110)
+    runner = PatternRunner(pad_rows=2)
+    runner.bind(manager, filled.memory.card)
+    filled.request.resize(manager.generation_capacity(PROMPT, 3))
+    real = manager.block_table
+    monkeypatch.setattr(
+        manager, "block_table", lambda group, rows: real(group, [row or victim.request_id for row in rows])
+    )
+    with pytest.raises(
+        InternalError, match=r"slots of a padded step is \[\d+, \d+, \d+\], expected a page, then 2 times"
+    ):
+        runner.decode(filled.request, (), 1, 0, 1)
 
 
 # --- the pattern itself ----------------------------------------------------------------------------------------------

@@ -301,6 +301,18 @@ def test_what_a_model_raises_fails_that_request_alone(
     scene.until(lambda: scene.free_pages() == before)
 
 
+@pytest.mark.parametrize("aux", [None, AuxData(prompt_tokens=50)])
+def test_a_prompt_without_its_first_token_fails_alone(scene: Scene, aux: AuxData | None) -> None:
+    sent = scene.runners[Side.CONTEXT].prefill
+    scene.runners[Side.CONTEXT].prefill = lambda *words: (sent(*words), aux)[1]  # type: ignore[method-assign]
+    scene.ask(1)
+    context, generation = scene.reasons(1)
+    assert context == "" and "request 1: first_tokens is 'empty', expected at least one token" in generation
+    scene.runners[Side.CONTEXT].prefill = sent  # type: ignore[method-assign]
+    scene.ask(2)
+    assert scene.reasons(2) == ("", "")
+
+
 @pytest.mark.parametrize("path", ["direct", "zmq"])
 def test_prompts_may_leave_while_they_are_computed(
     play: Callable[..., Scene], tiny_pair: Callable[..., PairConfig], path: str
@@ -482,7 +494,7 @@ def run() -> Iterator[Callable[..., int]]:
 def test_a_rank_that_does_not_exist_is_refused(run: Callable[..., int], tiny_pair: Callable[..., PairConfig]) -> None:
     with (
         Rendezvous.serve() as host,
-        pytest.raises(ConfigError, match=r"context worker: rank is 7, expected in \[0, 2\); match parallel"),
+        pytest.raises(ConfigError, match=r"worker: rank is 7, expected in \[0, 2\); match instances and parallel"),
     ):
         run(tiny_pair(context__parallel={"tp": 2}), Side.CONTEXT, 7, host.url, serve=False)
 

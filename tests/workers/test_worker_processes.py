@@ -241,6 +241,48 @@ def test_the_others_hear_of_a_killed_worker_within_two_seconds(
     trace.check_gone()
 
 
+@pytest.mark.parametrize(
+    ("path", "split", "side", "victim"),
+    [
+        ("direct", {"context__parallel": {"tp": 2}, "context__instances": 2}, Side.CONTEXT, 1),
+        ("zmq", {"context__parallel": {"tp": 1}, "generation__instances": 2}, Side.GENERATION, 2),
+        (
+            "direct",  # nobody knows which data-parallel rank has a request, so that asks to the dead one are open
+            {
+                **{"context__parallel": {"tp": 2, "attention_dp": True}, "context__instances": 2},
+                "workload__tell_data_rank": False,
+            },
+            Side.CONTEXT,
+            1,
+        ),
+    ],
+    ids=["context", "generation", "data-parallel"],
+)
+def test_the_other_instances_go_on_without_a_killed_one(
+    write_pair: Callable[..., str], path: str, split: dict[str, Any], side: Side, victim: int
+) -> None:
+    changes = {**slow(path), **split, "workload__requests": 24, "workload__concurrency": 6}
+    with start(write_pair(**changes)) as running:
+        trace = Trace(running)
+        run, killed_s, finished = run_and_kill(running, victim, signal.SIGKILL)
+        [death] = run.deaths
+        assert death.side is side and death.reason == "signal SIGKILL"
+        name = (death.side, death.rank)
+        failed = [record for record in run.records if record.reason]
+        # Only what was under way with the dead worker's instance may fail.
+        assert all(record.submitted_s < killed_s + TOLD_WITHIN_S for record in failed)
+        assert all(record.route is not None and name in record.route.relies_on for record in failed)
+        assert all(record.finished_s - killed_s < TOLD_WITHIN_S for record in failed)
+        assert len(failed) <= running.pair.workload.concurrency
+        assert all(record.verification() == (True, 0, "") for record in run.records if not record.reason)
+        later = running.run([job(100)] * 4)
+        assert [record.verification() for record in later.records] == [(True, 0, "")] * 4
+        assert all(name not in record.route.relies_on for record in later.records if record.route)
+        assert len(finished) == 3
+    assert running.fleet.unclean() == ()
+    trace.check_gone()
+
+
 def test_a_worker_that_is_asked_to_end_says_so_and_the_run_is_over(write_pair: Callable[..., str]) -> None:
     with start(write_pair(**slow("direct"))) as running:
         trace = Trace(running)

@@ -15,7 +15,7 @@ from transfer.hello import Side
 from transfer.messages import StageTimes
 from unikv.ids import RequestId
 from workers.bench_case import percentile
-from workers.client import Report, WorkerName
+from workers.client import Report
 from workers.control import (
     ControlMessage,
     DecodeReport,
@@ -28,7 +28,8 @@ from workers.control import (
     RunPrompt,
 )
 from workers.fleet import Death
-from workers.request_record import Job, RequestRecord
+from workers.request_record import CANCELLED, Job, RequestRecord
+from workers.routing import RankGroup, RouteManager, WorkerName
 from workers.workload import GRACE_S, WorkloadDriver
 
 RANKS = {Side.CONTEXT: 2, Side.GENERATION: 1}
@@ -67,13 +68,13 @@ class Workers:
     def gone(self) -> dict[WorkerName, str]:
         return self.lost
 
-    def send(self, side: Side, message: ControlMessage) -> None:
+    def send(self, side: Side, message: ControlMessage, ranks: object = None) -> None:
         self.sent.append((side, message))
         self._answers += self.script(message)
         asked = {m.request_id for _, m in self.sent if isinstance(m, RunPrompt)}
         self.most_open = max(self.most_open, len(asked - self._over))
 
-    def poll(self) -> list[Report]:
+    def poll(self, timeout_s: float = 0.1) -> list[Report]:
         self.now_s += 0.1
         answers, self._answers = self._answers, []
         return answers
@@ -151,7 +152,7 @@ def test_a_request_is_finished_when_every_rank_has_reported() -> None:
     finished: list[int] = []
     ended_with: list[int] = []
 
-    def poll() -> list[Report]:
+    def poll(_timeout_s: float) -> list[Report]:
         ended_with.append(len(finished))
         workers.now_s += 0.1
         return answers.pop(0)
@@ -204,8 +205,7 @@ def test_the_death_of_a_worker_ends_the_run_as_soon_as_the_others_have_reported(
 
 
 def test_survivors_that_do_not_report_are_waited_for_only_so_long() -> None:
-    workers = Workers(lambda _: [])
-    workers.dead.append(KILLED)
+    workers = Workers(lambda message: workers.dead.append(KILLED) or [] if isinstance(message, RunPrompt) else [])
     [record] = workers.run(1, timeout_s=60.0)
     assert record.reason == record.abandoned == "context rank 1 died (signal SIGKILL)"
     assert record.finished_s == 0.0
@@ -216,6 +216,7 @@ def test_a_lost_connection_is_a_death_too() -> None:
     workers = Workers(lambda _: [])
     workers.lost[Side.GENERATION, 0] = "the connection is lost"
     [record] = workers.run(1)
+    assert workers.sent == [], "nobody is there to serve it"
     assert record.reason == "generation rank 0 is gone (the connection is lost)"
 
 
@@ -235,6 +236,135 @@ def test_reports_of_a_run_that_is_over_are_dropped() -> None:
     first = driver.run([job()], concurrency=1, timeout_s=1.0, on_finished=lambda _: None)
     second = driver.run([job()], concurrency=1, timeout_s=1.0, on_finished=lambda _: None)
     assert [record.reason for record in (*first, *second)] == ["no worker reported anything for 1 s", ""]
+
+
+# --- several instances -----------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Instances(Workers):
+    """Two context instances of two ranks each, one generation rank; only those that are asked answer."""
+
+    asked: list[tuple[Side, str, tuple[int, ...]]] = field(default_factory=list)
+    routes: RouteManager = field(
+        default_factory=lambda: RouteManager(
+            {
+                Side.CONTEXT: [instance(Side.CONTEXT, 0, 0, 1), instance(Side.CONTEXT, 1, 2, 3)],
+                Side.GENERATION: [instance(Side.GENERATION, 0, 0)],
+            }
+        )
+    )
+
+    def send(self, side: Side, message: ControlMessage, ranks: object = None) -> None:
+        assert isinstance(ranks, tuple)
+        self.asked.append((side, type(message).__name__, ranks))
+        self.sent.append((side, message))
+        for rank in ranks:
+            if all((death.side, death.rank) != (side, rank) for death in self.dead):
+                self._answers += self._answer(message, rank)
+
+    def _answer(self, message: ControlMessage, rank: int) -> list[Report]:
+        answers = []
+        for answer in self.script(message):
+            if answer.rank == 0:
+                answers.append(replace(answer, rank=rank))
+        return answers
+
+    def driver(self) -> WorkloadDriver:
+        ranks = {Side.CONTEXT: 4, Side.GENERATION: 1}
+        return WorkloadDriver(self, ranks, lambda: self.dead, routes=self.routes, clock=lambda: self.now_s)
+
+
+def instance(side: Side, number: int, *workers: int) -> RankGroup:
+    names = frozenset((side, worker) for worker in workers)
+    return RankGroup(instance=number, data_rank=0, workers=names, mates=names)
+
+
+def run_jobs(workers: Workers, *jobs: Job, concurrency: int = 1) -> list[RequestRecord]:
+    return workers.driver().run(jobs, concurrency=concurrency, timeout_s=5.0, on_finished=lambda _: None)
+
+
+def asked_for(workers: Instances, kind: type[ControlMessage]) -> list[tuple[int, ...]]:
+    return [ranks for _, name, ranks in workers.asked if name == kind.__name__]
+
+
+def test_only_the_ranks_of_the_route_are_asked_and_waited_for() -> None:
+    workers = Instances(obedient)
+    records = run_jobs(workers, job(), job(), job())
+    assert asked_for(workers, RunPrompt) == [(0, 1), (2, 3), (0, 1)]
+    assert asked_for(workers, RunDecode) == [(0,)] * 3
+    assert [sorted(record.prompts) for record in records] == [[0, 1], [2, 3], [0, 1]]
+    assert [m.context_instance for _, m in workers.sent if isinstance(m, RunDecode)] == [0, 1, 0]
+    assert all(record.verification()[0] for record in records)
+
+
+def test_a_conversation_stays_where_its_prefix_is_and_the_caller_may_pick() -> None:
+    workers = Instances(obedient)
+    picked = workers.routes.pick(context=1, generation=0)
+    run_jobs(workers, job(), replace(job(), after=0), job(), replace(job(), after=2), replace(job(), route=picked))
+    assert asked_for(workers, RunPrompt) == [(0, 1), (0, 1), (2, 3), (2, 3), (2, 3)]
+
+
+def test_the_others_go_on_without_a_dead_instance() -> None:
+    def script(message: ControlMessage) -> list[Report]:
+        match message:
+            case GiveUp(request_id=number, reason=reason):
+                return [prompt(number, 0, reason), decode(number, 0, reason)]
+            case RunPrompt(request_id=3) | RunDecode(request_id=3):
+                return []  # it is with the instance that dies; the next one, with the other, is not troubled
+            case RunPrompt(request_id=4):
+                workers.dead.append(KILLED)
+        return obedient(message)
+
+    workers = Instances(script)
+    records = run_jobs(workers, *[job()] * 4, replace(job(), after=2), *[job()] * 3, concurrency=2)
+    assert [record.reason for record in records] == ["", "", "context rank 1 died (signal SIGKILL)", *[""] * 5]
+    assert [record.ranks(Side.CONTEXT) for record in records[3:]] == [(2, 3)] * 5, "the conversation moves, too"
+    assert asked_for(workers, GiveUp) == [(0, 1), (0,)], "nobody else is troubled"
+
+
+def test_a_request_without_context_goes_to_the_generation_side_alone() -> None:
+    workers = Instances(obedient)
+    [record] = run_jobs(workers, replace(job(), local=True))
+    assert asked_for(workers, RunDecode) == [(0,)]
+    assert asked_for(workers, RunPrompt) == [()]
+    assert [m.context_instance for _, m in workers.sent if isinstance(m, RunDecode)] == [None]
+    assert record.verification() == (True, 0, "")
+
+
+# --- cancelling ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("after_s", [0.0, 1.0])
+def test_a_request_is_cancelled_when_it_is_due(after_s: float) -> None:
+    def script(message: ControlMessage) -> list[Report]:
+        match message:
+            case GiveUp(request_id=number, reason=reason):
+                told_s.append(workers.now_s)
+                return [
+                    prompt(number, 0, reason),
+                    prompt(number, 1, f"cancelled by x: {reason}"),
+                    decode(number, 0, reason),
+                ]
+        return []
+
+    told_s: list[float] = []
+    workers = Workers(script)
+    [record] = run_jobs(workers, replace(job(), cancel_after_s=after_s))
+    assert told_s == pytest.approx([100.0 + after_s] * 2, abs=0.11)
+    assert (record.cancelled, record.was_cancelled, record.reason) == (True, True, CANCELLED)
+    assert record.verification()[0] is False
+
+
+def test_what_was_over_before_is_not_cancelled_and_other_failures_are_no_cancels() -> None:
+    [fine] = run_jobs(Workers(obedient), replace(job(), cancel_after_s=60.0))
+    assert (fine.cancelled, fine.was_cancelled, fine.verification()[0]) == (False, False, True)
+    late = record_of(prompt(1), prompt(1, 1), decode(1))
+    late.cancelled = True  # it crossed the last report
+    assert late.was_cancelled is False
+    broken = record_of(prompt(1, 0, CANCELLED), decode(1, 0, "copy failed"))
+    broken.cancelled = True
+    assert broken.was_cancelled is False
 
 
 # --- records ---------------------------------------------------------------------------------------------------------
