@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Final
 
 import numpy as np
 
 from transfer.context_peers import GenerationPeer
 from transfer.context_requests import ContextRequest
-from transfer.copier import Copier
+from transfer.copier import Copier, is_asynchronous, together
+from transfer.copy_device import DeviceCopier
+from transfer.device_bytes import DeviceEvent
 from transfer.exchange import PeerKey
 from transfer.messages import Ask
 from transfer.options import TransferOptions
@@ -25,6 +28,11 @@ DIRECT_STEP_CHUNKS: Final = 8
 """Chunks a direct move copies in one step. Nothing has to hold them, and a host's memcpy is a third faster once it is
 long enough to write past the caches (tens of MiB); at memory speed a step still takes milliseconds only."""
 
+DEVICE_STEP_BYTES: Final = 2 * 1024**3
+"""Most bytes of one copy on a device: a millisecond, in which the host does other things."""
+DEVICE_COPIES: Final = 64
+"""Copies one move may have under way on a device."""
+
 _NO_SLOTS = np.empty(0, dtype=np.int32)
 _NO_PAGES = PagePairs(src_slot=_NO_SLOTS, src_sub=_NO_SLOTS, dst_slot=_NO_SLOTS, dst_sub=_NO_SLOTS)
 
@@ -34,12 +42,15 @@ class MoveQueue:
 
     Attributes:
         chunks: staging chunks of all moves.
+        asynchronous: copies run while the host goes on, so that several moves may be under way.
     """
 
     def __init__(self, regions: Regions, copier: Copier, options: TransferOptions) -> None:
         self._regions, self._copier, self._options = regions, copier, options
         chunk_bytes = min(options.chunk_bytes, MAX_PAYLOAD_BYTES)
-        self.chunks = HostChunkPool(chunks=options.staging_chunks, chunk_bytes=chunk_bytes)
+        self.asynchronous = is_asynchronous(copier)
+        make = copier.host_chunk if isinstance(copier, DeviceCopier) else None
+        self.chunks = HostChunkPool(chunks=options.staging_chunks, chunk_bytes=chunk_bytes, make=make)
         self._running: deque[tuple[ContextRequest, PeerKey]] = deque()
         self._in_doubt: list[tuple[ContextRequest, PeerKey]] = []
 
@@ -49,6 +60,14 @@ class MoveQueue:
     def running(self) -> tuple[tuple[ContextRequest, PeerKey], ...]:
         """Return a snapshot of the running moves. First come, first served: finishing one early beats fairness here."""
         return tuple(self._running)
+
+    def copying(self) -> bool:
+        """Return whether a copy is in flight, whose end no message announces."""
+        return any(_is_copying(*item) for item in self._running)
+
+    def together(self) -> AbstractContextManager[None]:
+        """Return a context in which moves that step share the start of their copies."""
+        return together(self._copier)
 
     def add(self, request: ContextRequest, key: PeerKey) -> None:
         """Let the move of this leg run."""
@@ -100,24 +119,37 @@ class MoveQueue:
             source=self._regions,
             destination={group: memory.regions(group) for group in groups},
             copier=self._copier,
-            todo=self._queue(request, ask, peer, pages, DIRECT_STEP_CHUNKS * self._options.chunk_bytes),
+            todo=self._queue(request, ask, peer, pages, self._direct_step_bytes),
+            lanes=peer.lanes,
+            under_way=DEVICE_COPIES if self.asynchronous else 1,
         )
+
+    @property
+    def _direct_step_bytes(self) -> int:
+        return DEVICE_STEP_BYTES if self.asynchronous else DIRECT_STEP_CHUNKS * self._options.chunk_bytes
 
     def _queue(
         self, request: ContextRequest, ask: Ask, peer: GenerationPeer, pages: Sequence[PagePairs], chunk_bytes: int
     ) -> BatchQueue:
         """Return the batches of a move: all at once, or as the request's KV is computed."""
         readiness, program = request.readiness, peer.program
-        if readiness is None or readiness.complete:
-            return BatchQueue(program, pages, chunk_bytes)
+        if readiness is None:
+            written = request.written
+            return BatchQueue(program, pages, chunk_bytes, after=lambda _: written)
+        layers = layers_by_pair(program)
+
+        def after(number: int) -> Sequence[DeviceEvent] | None:
+            return readiness.after(layers[number])
+
+        if readiness.complete:
+            return BatchQueue(program, pages, chunk_bytes, after=after)
         wanted = {table.group_id: table.slots for table in ask.tables}
         ends = [page_ends(pair, wanted.get(pair.dst_group, _NO_SLOTS), ask.prompt_tokens) for pair in program.pairs]
-        layers = layers_by_pair(program)
 
         def ready(number: int) -> int:
             return int(np.searchsorted(ends[number], readiness.tokens(layers[number]), side="right"))
 
-        return BatchQueue(program, pages, chunk_bytes, ready=ready, complete=lambda: readiness.complete)
+        return BatchQueue(program, pages, chunk_bytes, ready=ready, complete=lambda: readiness.complete, after=after)
 
     def _pair(
         self, request: ContextRequest, wanted: Mapping[int, SlotArray], peer: GenerationPeer
@@ -132,6 +164,11 @@ class MoveQueue:
     def close(self) -> None:
         """Free the copier."""
         self._copier.close()
+
+
+def _is_copying(request: ContextRequest, key: PeerKey) -> bool:
+    leg = request.legs.get(key)
+    return leg is not None and leg.move is not None and leg.move.copying
 
 
 def _table(request: ContextRequest, group: GroupId) -> SlotArray:

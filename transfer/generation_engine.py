@@ -62,6 +62,7 @@ class GenerationEngine:
         self._restless: dict[RequestId, None] = {}
         self._deadlines, self._reminders = DeadlineManager(), Pace(REMIND_S)
         self._shutting_down = ""
+        self._copying = False
 
     # --- called between turns -------------------------------------------------------------------------------------
 
@@ -146,10 +147,18 @@ class GenerationEngine:
     def turn(self, timeout_s: float) -> bool:
         """Handle what arrived, settle what has landed; return whether more work is runnable."""
         self._exchange.events(timeout_s, self._on_message, self._door.gone)
-        copying = self._look_after()
+        self._copying = self._look_after()
         self._watch_time(self._clock())
         self._door.watch()
-        return copying
+        return False
+
+    def copying(self) -> bool:
+        """Return whether copies of ours run beside us."""
+        return self._copying
+
+    def expecting(self) -> bool:
+        """Return whether a request is open."""
+        return bool(self._requests)
 
     def _look_after(self) -> bool:
         """Look after the requests that copies of ours run for; return whether there are any."""

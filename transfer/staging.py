@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -31,13 +32,20 @@ class ChunkPool(Protocol):
 
 
 class HostChunkPool:
-    """`chunks` pageable host chunks of `chunk_bytes`. A chunk belongs to its taker until it is given back.
+    """`chunks` host chunks of `chunk_bytes`. A chunk belongs to its taker until it is given back.
 
     A page larger than a chunk gets a chunk of its own size: pages are never split.
     """
 
-    def __init__(self, *, chunks: int, chunk_bytes: int) -> None:
+    def __init__(
+        self, *, chunks: int, chunk_bytes: int, make: Callable[[int], NDArray[np.uint8]] | None = None
+    ) -> None:
         """Make the pool; memory is taken when a chunk is first used.
+
+        Args:
+            chunks: how many there may be.
+            chunk_bytes: bytes of each.
+            make: makes the memory of a chunk, for copiers that cannot reach just any; None for pageable memory.
 
         Raises:
             ConfigError: no chunks, or chunks of no bytes.
@@ -46,6 +54,7 @@ class HostChunkPool:
             got = f"{chunks} chunks of {chunk_bytes} bytes"
             raise ConfigError(explain("staging", "size", got, "at least one chunk of one byte", "raise chunk_bytes"))
         self.chunk_bytes = chunk_bytes
+        self._make = make or (lambda size_bytes: np.empty(size_bytes, dtype=np.uint8))
         self._limit = chunks
         self._made = 0
         self._free: list[NDArray[np.uint8]] = []
@@ -65,10 +74,10 @@ class HostChunkPool:
                 return self._free.pop(index)
         if self._made < self._limit:
             self._made += 1
-            return np.empty(max(size_bytes, self.chunk_bytes), dtype=np.uint8)
+            return self._make(max(size_bytes, self.chunk_bytes))
         if self._free:  # every free chunk is too small for this page size: trade one in
             self._free.pop()
-            return np.empty(size_bytes, dtype=np.uint8)
+            return self._make(size_bytes)
         return None
 
     def give_back(self, chunk: NDArray[np.uint8]) -> None:

@@ -86,6 +86,7 @@ class TransferConfig(Section):
     Attributes:
         layer_bands: 0 moves a prompt's pages when all of it is computed; from 1 on they leave while it is computed, in
             so many bands of layers, and chunk by chunk.
+        watch_us: microseconds an engine looks for messages without a pause after it had something to do.
         listen: interface, address or name of a host where its links listen; None: loopback, or where the rendezvous is
             on a network the interface that leads there.
         advertise: name or address that peers are told instead.
@@ -99,6 +100,7 @@ class TransferConfig(Section):
     chunk_bytes: Annotated[SizeBytes, Field(ge=1)] = 8 << 20
     timeout_s: Seconds = 60.0
     layer_bands: Annotated[int, Field(ge=0, le=1024)] = 0
+    watch_us: Annotated[int, Field(ge=0, le=1_000_000)] = 0
     curve: CurveConfig | None = None
     listen: Text | None = None
     advertise: Text | None = None
@@ -110,7 +112,7 @@ class TransferConfig(Section):
 
     def options(self) -> TransferOptions:
         """Return what an endpoint needs of this."""
-        return TransferOptions(timeout_s=self.timeout_s, chunk_bytes=self.chunk_bytes)
+        return TransferOptions(timeout_s=self.timeout_s, chunk_bytes=self.chunk_bytes, watch_s=self.watch_us / 1e6)
 
 
 class PatternRunnerConfig(Section):

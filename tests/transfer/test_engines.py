@@ -1337,7 +1337,7 @@ def test_a_last_word_waits_for_the_chunks_before_it(staged_world: World) -> None
     context, generation = staged_world.pair(None, copier)
     got, sent = receive(generation, 1, context), publish(context, 1)
     staged_world.settle()
-    assert reason_of(sent) == "" and got.outcome is None and generation.turn()
+    assert reason_of(sent) == "" and got.outcome is None and generation.engine.copying()
     copier.open = True
     staged_world.settle(2)
     assert reason_of(got) == "" and got.quiet
