@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Final
@@ -28,6 +28,8 @@ DIRECT_STEP_CHUNKS: Final = 8
 """Chunks a direct move copies in one step. Nothing has to hold them, and a host's memcpy is a third faster once it is
 long enough to write past the caches (tens of MiB); at memory speed a step still takes milliseconds only."""
 
+RUNNING_PER_PEER: Final = 32
+"""Moves towards one peer that run at one time; further ones wait for their turn."""
 DEVICE_STEP_BYTES: Final = 2 * 1024**3
 """Most bytes of one copy on a device: a millisecond, in which the host does other things."""
 DEVICE_COPIES: Final = 64
@@ -35,6 +37,9 @@ DEVICE_COPIES: Final = 64
 
 _NO_SLOTS = np.empty(0, dtype=np.int32)
 _NO_PAGES = PagePairs(src_slot=_NO_SLOTS, src_sub=_NO_SLOTS, dst_slot=_NO_SLOTS, dst_sub=_NO_SLOTS)
+
+
+_MoveKey = tuple[int, PeerKey]
 
 
 class MoveQueue:
@@ -51,31 +56,58 @@ class MoveQueue:
         self.asynchronous = is_asynchronous(copier)
         make = copier.host_chunk if isinstance(copier, DeviceCopier) else None
         self.chunks = HostChunkPool(chunks=options.staging_chunks, chunk_bytes=chunk_bytes, make=make)
-        self._running: deque[tuple[ContextRequest, PeerKey]] = deque()
+        self._running: dict[_MoveKey, tuple[ContextRequest, PeerKey]] = {}
+        self._queued: dict[PeerKey, dict[_MoveKey, tuple[ContextRequest, PeerKey]]] = {}
+        self._at_peer: Counter[PeerKey] = Counter()
         self._in_doubt: list[tuple[ContextRequest, PeerKey]] = []
 
     def __len__(self) -> int:
-        return len(self._running) + len(self._in_doubt)
+        return len(self._running) + sum(map(len, self._queued.values())) + len(self._in_doubt)
 
     def running(self) -> tuple[tuple[ContextRequest, PeerKey], ...]:
-        """Return a snapshot of the running moves. First come, first served: finishing one early beats fairness here."""
-        return tuple(self._running)
+        """Return a snapshot of the running moves. First come, first served: finishing one early beats fairness here.
+
+        Of a peer with many, the first `RUNNING_PER_PEER` run: a turn looks at every running move, and a peer that takes
+        nothing off the link must not make it long.
+        """
+        return tuple(self._running.values())
 
     def copying(self) -> bool:
         """Return whether a copy is in flight, whose end no message announces."""
-        return any(_is_copying(*item) for item in self._running)
+        return any(_is_copying(*item) for item in self._running.values())
 
     def together(self) -> AbstractContextManager[None]:
         """Return a context in which moves that step share the start of their copies."""
         return together(self._copier)
 
     def add(self, request: ContextRequest, key: PeerKey) -> None:
-        """Let the move of this leg run."""
-        self._running.append((request, key))
+        """Let the move of this leg run, when it is its turn."""
+        if self._at_peer[key] < RUNNING_PER_PEER:
+            self._run(request, key)
+        else:
+            self._queued.setdefault(key, {})[id(request), key] = (request, key)
+
+    def run_now(self, request: ContextRequest, key: PeerKey) -> None:
+        """Let a move run out of turn: it was stopped, and has only to say so."""
+        if self._queued.get(key, {}).pop((id(request), key), None):
+            self._run(request, key)
 
     def remove(self, request: ContextRequest, key: PeerKey) -> None:
-        """Take a move out that is over."""
-        self._running = deque(item for item in self._running if item[0] is not request or item[1] != key)
+        """Take a move out that is over; the next of its peer may run."""
+        if self._running.pop((id(request), key), None) is None:
+            return
+        self._at_peer[key] -= 1
+        queued = self._queued.get(key)
+        if queued and self._at_peer[key] < RUNNING_PER_PEER:
+            self._run(*queued.pop(next(iter(queued))))
+        if not queued:
+            self._queued.pop(key, None)
+        if not self._at_peer[key]:
+            del self._at_peer[key]
+
+    def _run(self, request: ContextRequest, key: PeerKey) -> None:
+        self._running[id(request), key] = (request, key)
+        self._at_peer[key] += 1
 
     def keep_in_doubt(self, request: ContextRequest, key: PeerKey) -> None:
         """Take a move out that runs no more, and of which nobody knows whether its last copy still lands.
@@ -86,8 +118,8 @@ class MoveQueue:
         self._in_doubt.append((request, key))
 
     def touches(self, key: PeerKey) -> bool:
-        """Return whether a move towards this peer is still running, or in doubt."""
-        return any(moving == key for _, moving in (*self._running, *self._in_doubt))
+        """Return whether a move towards this peer is still running or queued, or in doubt."""
+        return key in self._at_peer or any(moving == key for _, moving in self._in_doubt)
 
     def make(self, request: ContextRequest, ask: Ask, peer: GenerationPeer, send: SendChunk) -> Move:
         """Pair the pages of both sides and return the move along the peer's path.

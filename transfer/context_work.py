@@ -136,6 +136,7 @@ class ContextWork:
         move = request.legs[key].move
         if move is not None:
             move.stop()
+            self._moves.run_now(request, key)
 
     def _step(self, request: ContextRequest, key: PeerKey) -> MoveState:
         leg = request.legs[key]
