@@ -19,6 +19,7 @@ from unikv.ids import NO_PAGE, GroupId
 from unikv.layout import CacheLayout, PoolLayout
 
 Slots = NDArray[np.int32]
+"""Slots of one layer group: int32, ``[n]``."""
 
 
 class PoolMirror:
