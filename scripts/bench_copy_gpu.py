@@ -1,10 +1,11 @@
 """Time the device copier on copy programs of real page shapes, as ratios to one device copy of the same run.
 
 Pools and pages are those of `bench_copy.py`: 32 layers of 8 KV heads of 128 bfloat16 elements, pages of 32 tokens. A
-row's copy time is between events on the copier's stream; "submit" is the host's time from the call to the bytes there.
-Bytes are checked after every row against numpy on the host, with the destination poisoned before.
+row's copy time is between events on the copier's stream, upload of the page table included. "submit" is the host's
+time in the call, "landed" from the call to the bytes there. Bytes are checked once a row against numpy on the host,
+with the destination poisoned before. With `--sweep` every row is timed for many shapes of the kernel.
 
-    python scripts/bench_copy_gpu.py [--rounds 15] [--pages 128] [--json]
+    python scripts/bench_copy_gpu.py [--rounds 15] [--pages 128] [--json] [--sweep]
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
@@ -22,7 +22,7 @@ import numpy as np
 from bench_copy import HEADS, LAYERS, TOKENS, Work, card_of, works
 
 from transfer.copier import CopyJob, Region
-from transfer.copy_cupy import CudaCopier
+from transfer.copy_cupy import CudaCopier, KernelShape
 from transfer.copy_host import HostCopier
 from transfer.hello import Side
 from transfer.pages import PagePairs
@@ -40,7 +40,8 @@ class Row:
     gb_per_s: float
     ratio: float
     submit_us_p50: float
-    submit_us_p99: float
+    landed_us_p50: float
+    landed_us_p99: float
 
 
 def job_of(work: Work, pages: int, source: Any, destination: Any) -> CopyJob:
@@ -63,48 +64,57 @@ def job_of(work: Work, pages: int, source: Any, destination: Any) -> CopyJob:
     )
 
 
-def device_us(stream: Any, action: Callable[[], object]) -> float:
-    """Return how long `action` takes on `stream`."""
+def copy_us(copier: CudaCopier, job: CopyJob, rounds: int) -> list[float]:
+    """Return the device times of `rounds` copies, one after the other."""
+    copier.batch_times_s = []
+    for _ in range(rounds):
+        ticket = copier.submit(job)
+        while not ticket.done():
+            pass
+    return [1e6 * time_s for time_s in copier.batch_times_s]
+
+
+def floor_us(memories: tuple[Any, Any], size_bytes: int) -> float:
+    """Return the device time of one plain copy."""
+    runtime, stream = cupy.cuda.runtime, cupy.cuda.Stream(non_blocking=True)
     start, end = cupy.cuda.Event(), cupy.cuda.Event()
+    source, destination = (memory.data.ptr for memory in memories)
     start.record(stream)
-    action()
+    runtime.memcpyAsync(destination, source, size_bytes, runtime.memcpyDeviceToDevice, stream.ptr)
     end.record(stream)
     end.synchronize()
     return 1e3 * float(cupy.cuda.get_elapsed_time(start, end))
 
 
-def host_us(copier: CudaCopier, job: CopyJob) -> float:
-    """Return the time from `submit` to the bytes being there."""
+def host_us(copier: CudaCopier, job: CopyJob) -> tuple[float, float]:
+    """Return the time in `submit`, and from it to the bytes being there."""
     start_s = time.perf_counter()
     ticket = copier.submit(job)
+    submitted_s = time.perf_counter()
     while not ticket.done():
         pass
-    return 1e6 * (time.perf_counter() - start_s)
+    return 1e6 * (submitted_s - start_s), 1e6 * (time.perf_counter() - start_s)
+
+
+def payload_of(job: CopyJob) -> int:
+    """Return the bytes a job moves."""
+    return len(job.pages) * sum(lane.page_bytes for lane in job.lanes)
 
 
 def measure(work: Work, pages: int, rounds: int, memories: tuple[Any, Any]) -> Row:
     """Time one row beside a device copy of the same bytes, and check its bytes."""
-    source, destination = memories
-    job = job_of(work, pages, source, destination)
-    payload = pages * sum(lane.page_bytes for lane in job.lanes)
+    job = job_of(work, pages, *memories)
+    payload = payload_of(job)
+    copier = CudaCopier(timed=True)
+    copy_us(copier, job, 3)
+    copies = copy_us(copier, job, rounds)
+    floor_us(memories, payload)
+    floors = [floor_us(memories, payload) for _ in range(rounds)]
+    copier.close()
     copier = CudaCopier()
-    stream = copier._stream  # the only way to time the kernel alone
-    copier.submit(job)
-    cupy.cuda.Device().synchronize()
-    copies = [device_us(stream, lambda: copier.submit(job)) for _ in range(rounds)]
-    plain = cupy.cuda.Stream(non_blocking=True)
-    runtime = cupy.cuda.runtime
-    floors = [
-        device_us(
-            plain,
-            lambda: runtime.memcpyAsync(
-                destination.data.ptr, source.data.ptr, payload, runtime.memcpyDeviceToDevice, plain.ptr
-            ),
-        )
-        for _ in range(rounds)
-    ]
-    waits = sorted(host_us(copier, job) for _ in range(10 * rounds))
-    check_bytes(job, copier, destination, source)
+    waits = [host_us(copier, job) for _ in range(10 * rounds)]
+    landed = sorted(wait[1] for wait in waits)
+    check_bytes(job, copier, *reversed(memories))
     copier.close()
     return Row(
         name=work.name,
@@ -113,17 +123,18 @@ def measure(work: Work, pages: int, rounds: int, memories: tuple[Any, Any]) -> R
         copy_us=median(copies),
         gb_per_s=payload / median(copies) / 1e3,
         ratio=median(floors) / median(copies),
-        submit_us_p50=waits[len(waits) // 2],
-        submit_us_p99=waits[len(waits) * 99 // 100],
+        submit_us_p50=median(wait[0] for wait in waits),
+        landed_us_p50=landed[len(landed) // 2],
+        landed_us_p99=landed[len(landed) * 99 // 100],
     )
 
 
 def check_bytes(job: CopyJob, copier: CudaCopier, destination: Any, source: Any) -> None:
     """Copy once more over poison, and compare the whole destination with the host copier's."""
     destination.fill(0xA5)
-    cupy.cuda.Device().synchronize()
-    copier.submit(job)
-    cupy.cuda.Device().synchronize()
+    ticket = copier.submit(job)
+    while not ticket.done():
+        pass
     expected, original = np.full(destination.size, 0xA5, dtype=np.uint8), cupy.asnumpy(source)
     regions = [
         {0: Region(memory=m, slot_stride_bytes=r[0].slot_stride_bytes, num_slots=r[0].num_slots)}
@@ -134,31 +145,50 @@ def check_bytes(job: CopyJob, copier: CudaCopier, destination: Any, source: Any)
         raise SystemExit("the copy differs from the host copier's")
 
 
+def sweep(pages: int, rounds: int, memories: tuple[Any, Any]) -> None:
+    """Print the ratio of every row for every shape of the kernel."""
+    rows = [work for work in works() if "neighbouring" not in work.name]
+    jobs = [job_of(work, pages, *memories) for work in rows]
+    floors = [median(floor_us(memories, payload_of(job)) for _ in range(rounds)) for job in jobs]
+    print("threads steps cache " + " ".join(f"{work.name[:20]:>20}" for work in rows))
+    for threads in (32, 64, 128, 256):
+        for steps in (1, 2, 4, 8, 16):
+            for cache in (0, 1, 2):
+                copier = CudaCopier(shape=KernelShape(threads=threads, steps=steps, cache=cache), timed=True)
+                ratios = []
+                for job, floor in zip(jobs, floors, strict=True):
+                    copy_us(copier, job, 2)
+                    ratios.append(floor / median(copy_us(copier, job, rounds)))
+                copier.close()
+                print(f"{threads:7} {steps:5} {cache:5} " + " ".join(f"{ratio:20.3f}" for ratio in ratios), flush=True)
+
+
 def main() -> None:
     """Run the benchmark and print one table."""
     parser = argparse.ArgumentParser(description="device copier against one device copy")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--pages", type=int, default=128)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+    parser.add_argument("--sweep", action="store_true", help="time many shapes of the kernel")
     args = parser.parse_args()
     page_bytes = LAYERS * 2 * HEADS * TOKENS * 128 * 2
     memories = tuple(cupy.empty((args.pages + 1) * page_bytes, dtype=cupy.uint8) for _ in range(2))
     memories[0][:] = cupy.random.randint(0, 256, memories[0].size, dtype=cupy.uint8)
-    counts = [args.pages, 8, 1]
-    rows = [measure(work, args.pages, args.rounds, memories) for work in works()]
-    rows += [measure(works()[1], pages, args.rounds, memories) for pages in counts[1:]]
-    if args.json:
-        print(
-            json.dumps(
-                {"device": str(cupy.cuda.runtime.getDeviceProperties(0)["name"]), "rows": list(map(asdict, rows))}
-            )
-        )
+    if args.sweep:
+        sweep(args.pages, args.rounds, memories)
         return
-    print(f"{'work':34}{'run bytes':>10}{'MiB':>7}{'us':>9}{'GB/s':>8}{'ratio':>7}{'submit us p50':>15}{'p99':>8}")
+    rows = [measure(work, args.pages, args.rounds, memories) for work in works()]
+    rows += [measure(works()[1], pages, args.rounds, memories) for pages in (8, 1)]
+    if args.json:
+        device = str(cupy.cuda.runtime.getDeviceProperties(0)["name"])
+        print(json.dumps({"device": device, "rows": list(map(asdict, rows))}))
+        return
+    columns = ("run bytes", "MiB", "us", "GB/s", "ratio", "submit p50", "landed p50", "p99")
+    print(f"{'work':34}" + "".join(f"{column:>11}" for column in columns))
     for row in rows:
         print(
-            f"{row.name:34}{row.run_bytes:10}{row.payload_mib:7.0f}{row.copy_us:9.1f}{row.gb_per_s:8.0f}"
-            f"{row.ratio:7.2f}{row.submit_us_p50:15.1f}{row.submit_us_p99:8.1f}"
+            f"{row.name:34}{row.run_bytes:11}{row.payload_mib:11.0f}{row.copy_us:11.1f}{row.gb_per_s:11.0f}"
+            f"{row.ratio:11.2f}{row.submit_us_p50:11.1f}{row.landed_us_p50:11.1f}{row.landed_us_p99:11.1f}"
         )
 
 

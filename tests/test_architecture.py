@@ -32,6 +32,7 @@ FENCES: dict[str, tuple[str, ...]] = {
         "unikv/cold_codec.py",
         "unikv/host_tier.py",
         "unikv/page_copy.py",
+        "unikv/pool_mirror.py",
         "workers/rendezvous.py",
         *MODEL_RUNNERS,
     ),

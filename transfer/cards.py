@@ -46,6 +46,7 @@ def build_card(  # noqa: PLR0913 - a card states many facts, and each has one so
     host: HostIdentity | None = None,
     checksum: str = "off",
     layer_bands: int = 1,
+    reach: Sequence[str] = (),
     stays_home: Collection[str] = (),
 ) -> RankCard:
     """Return the card of one rank.
@@ -57,7 +58,7 @@ def build_card(  # noqa: PLR0913 - a card states many facts, and each has one so
         num_slots: slots per pool, the null slot included: one number for all layer groups, or one per group (groups of
             one pool group have the same).
         incarnation, instance, address, device, speculative, draft_kv, path, checksum, host,
-            layer_bands: as in `RankCard`.
+            layer_bands, reach: as in `RankCard`.
         num_target_layers, num_draft_layers: of the whole instance, not of this stage.
         exports: how peers map each storage, in the order of the storages; None where none can.
         stays_home: extra roles that never travel; everything else the layers store is on the card.
@@ -100,6 +101,7 @@ def build_card(  # noqa: PLR0913 - a card states many facts, and each has one so
         checksum=checksum,
         layer_bands=layer_bands,
         host=host,
+        reach=tuple(reach),
     )
 
 

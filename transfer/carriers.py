@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
 from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
 
 from transfer.carrier import ChunkSink, ChunkSource
 from transfer.carrier_nixl import NixlSink, NixlSource
@@ -31,9 +35,18 @@ class SourceManager:
         chunks: staging chunks of all moves whose chunks go over the link.
     """
 
-    def __init__(self, options: TransferOptions, name: str) -> None:
-        self._options, self._name = options, name
-        self.chunks = HostChunkPool(chunks=options.staging_chunks, chunk_bytes=_chunk_bytes(options))
+    def __init__(
+        self, options: TransferOptions, name: str, make: Callable[[int], NDArray[np.uint8]] | None = None
+    ) -> None:
+        """Make them; what needs memory or threads waits for the first peer that wants it.
+
+        Args:
+            options: sizes and numbers of chunks.
+            name: of the rank, for logs.
+            make: makes the memory of chunks, where the rank's copier cannot reach just any.
+        """
+        self._options, self._name, self._make = options, name, make
+        self.chunks = HostChunkPool(chunks=options.staging_chunks, chunk_bytes=_chunk_bytes(options), make=make)
         self._link = LinkSource(self.chunks)
         self._session: NixlSession | None = None
         self._registered: HostChunkPool | None = None
@@ -113,11 +126,12 @@ class SourceManager:
 
     def _open(self) -> tuple[NixlSession, HostChunkPool]:
         if self._session is None or self._registered is None:
+            make = self._make
             self._session = session = NixlSession(self._name)
             self._registered = HostChunkPool(
                 chunks=self._options.staging_chunks,
                 chunk_bytes=_chunk_bytes(self._options),
-                make=session.memory,
+                make=session.memory if make is None else lambda size_bytes: session.register(make(size_bytes)),
                 forget=session.forget,
             )
         return self._session, self._registered

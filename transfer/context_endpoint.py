@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -11,6 +11,7 @@ import numpy as np
 
 from transfer.context_engine import ContextEngine
 from transfer.copier import Copier
+from transfer.device_bytes import DeviceEvent
 from transfer.driver import TransferDriver
 from transfer.hello import RankCard
 from transfer.link import Link
@@ -51,8 +52,9 @@ class ContextEndpoint:
         """
         self.card = card
         self._on_change = on_change
-        self._engine = ContextEngine(link, card, regions, copier, options or TransferOptions(), time.monotonic)
-        self._driver = TransferDriver(self._engine, name=f"unikv-context-{card.rank}")
+        options = options or TransferOptions()
+        self._engine = ContextEngine(link, card, regions, copier, options, time.monotonic)
+        self._driver = TransferDriver(self._engine, name=f"unikv-context-{card.rank}", watch_s=options.watch_s)
 
     def publish(
         self,
@@ -60,6 +62,8 @@ class ContextEndpoint:
         tables: Mapping[GroupId, SlotArray],
         prompt_tokens: int,
         aux: AuxData | None = None,
+        *,
+        written: Sequence[DeviceEvent] | None = None,
     ) -> TransferHandle:
         """Offer a request whose prompt KV is complete in our pages; it is moved to every generation rank that asks.
 
@@ -68,6 +72,8 @@ class ContextEndpoint:
             tables: int32 slots by ordinal per layer group, ``[>= ceil(prompt_tokens / tokens_per_block)]``; copied.
             prompt_tokens: tokens whose KV is in the pages.
             aux: what travels beside the KV.
+            written: on a device, events behind which the KV is; copies wait for them there. None: it is behind
+                whatever is queued on the device's default stream by now.
 
         Returns:
             The handle. A request that was cancelled before it was published comes back failed and quiet.
@@ -78,7 +84,7 @@ class ContextEndpoint:
         """
         handle = TransferHandle(request_id, self._on_change)
         own = {group: np.array(slots, dtype=np.int32) for group, slots in tables.items()}
-        self._driver.call(lambda: self._engine.publish(handle, own, prompt_tokens, aux))
+        self._driver.call(lambda: self._engine.publish(handle, own, prompt_tokens, aux, written=written))
         return handle
 
     def begin(

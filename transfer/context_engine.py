@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 from transfer.context_door import ContextDoor
@@ -13,6 +13,7 @@ from transfer.context_session import ENDED_LEGS, ContextSession
 from transfer.context_work import ContextWork
 from transfer.copier import Copier
 from transfer.deadlines import DeadlineManager
+from transfer.device_bytes import DeviceEvent
 from transfer.exchange import Clock, Exchange, PeerKey, legible
 from transfer.hello import RankCard
 from transfer.link import Link
@@ -67,6 +68,7 @@ class ContextEngine:
         prompt_tokens: int,
         aux: AuxData | None,
         readiness: ReadinessManager | None = None,
+        written: Sequence[DeviceEvent] | None = None,
     ) -> None:
         """The KV of a request is complete in our pages, or will be; move it to whoever asks, as it becomes ready.
 
@@ -87,7 +89,7 @@ class ContextEngine:
         request = known or self._open(request_id)
         request.session.deadline_s = self._clock() + self._options.timeout_s
         request.handle, request.tables, request.prompt_tokens, request.aux = handle, tables, prompt_tokens, aux
-        request.readiness = readiness
+        request.readiness, request.written = readiness, written
         self._requests.published(request_id)
         request.ready_s = request.complete_s = self._clock()
         self._work.do(request, request.session.kv_ready)
@@ -136,12 +138,15 @@ class ContextEngine:
                 request.handle.decide(Outcome(request_id=request.session.request_id, reason=reason))
 
     def close(self) -> None:
-        """Say goodbye where nothing of ours touches a peer any more, and unmap. The driver calls it last."""
+        """Say goodbye where nothing of ours touches a peer any more, and unmap. The driver calls it last.
+
+        First the copier, which waits a while for copies that run, then the memory they write.
+        """
         if self.drained():
             for address in {peer.card.address for peer in self._peers.all()}:
                 self._exchange.send(address, Goodbye(reason=self._shutting_down or "closed"))
-        self._peers.close()
         self._moves.close()
+        self._peers.close()
 
     # --- one turn -------------------------------------------------------------------------------------------------
 
@@ -155,6 +160,14 @@ class ContextEngine:
         if self._door.answer_hellos():
             self._expect_again()
         return busy
+
+    def copying(self) -> bool:
+        """Return whether a copy runs beside us."""
+        return self._moves.copying()
+
+    def expecting(self) -> bool:
+        """Return True: a peer may ask at any time."""
+        return True
 
     def _watch_time(self, now_s: float) -> None:
         """Give up what is late."""

@@ -10,7 +10,7 @@ from transfer.exchange import PeerKey
 from transfer.gate_report import DraftKV, GateReport
 from transfer.hello import PathKind, RankCard
 from transfer.messages import HelloAck, HelloNack
-from transfer.paths import choose_path
+from transfer.path_choice import choose_path
 from transfer.peer_memory import PeerMemory
 from transfer.plan import CopyProgram, Lane
 from unikv.errors import UnikvError
@@ -128,7 +128,7 @@ class ContextPeers:
     def _open(self, card: RankCard, report: GateReport) -> GenerationPeer:
         plan = plan_of(self._card, card, report)
         path, reason = choose_path(self._card, card)
-        memory = PeerMemory(card) if path is PathKind.DIRECT and plan.program.lanes else None
+        memory = PeerMemory(card, device=self._card.device) if path is PathKind.DIRECT and plan.program.lanes else None
         names = (self._card.rank, card.rank, path, reason, report.draft_kv)
         _log.info("context rank %d -> generation rank %d: path %s (%s), draft KV %s", *names)
         return GenerationPeer(card=shared(card), program=plan.program, lanes=plan.lanes, path=path, memory=memory)

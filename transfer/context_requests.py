@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from transfer.context_session import ContextSession
+from transfer.device_bytes import DeviceEvent
 from transfer.exchange import PeerKey
 from transfer.messages import Ask, AuxData
 from transfer.outcome import LegReport, TransferHandle
@@ -48,6 +49,7 @@ class ContextRequest:
 
     Attributes:
         ready_s, complete_s: when it was published, and when all of its KV was there.
+        written: device events behind which its KV is; None: the device's default stream.
         readiness: how far the KV is; None where all of it was there when the request was published.
         broken: a bug of ours left its session in an unknown state: nothing more is done for it, nothing released.
     """
@@ -59,6 +61,7 @@ class ContextRequest:
     prompt_tokens: int = 0
     ready_s: float = 0.0
     complete_s: float = 0.0
+    written: Sequence[DeviceEvent] | None = None
     aux: AuxData | None = None
     legs: dict[PeerKey, LegWork] = field(default_factory=dict)
     reports: list[LegReport] = field(default_factory=list)

@@ -42,7 +42,14 @@ class ContextWork:
             self._break(request, error)
 
     def advance(self) -> bool:
-        """Give the first move that can run one step; return whether one did."""
+        """Give the first move that can run one step, or all of them where copies run beside us; return whether one did.
+
+        On a device a step only starts copies, and those of one round start together.
+        """
+        if self._moves.asynchronous:
+            with self._moves.together():
+                states = [self._step(request, key) for request, key in self._moves.running()]
+            return any(state is not MoveState.WAITING for state in states)
         for request, key in self._moves.running():
             state = self._step(request, key)
             if state is not MoveState.WAITING:
@@ -130,6 +137,7 @@ class ContextWork:
         move = request.legs[key].move
         if move is not None:
             move.stop()
+            self._moves.run_now(request, key)
 
     def _step(self, request: ContextRequest, key: PeerKey) -> MoveState:
         leg = request.legs[key]

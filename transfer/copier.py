@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from transfer.device_bytes import DeviceEvent
 from transfer.pages import PagePairs
 from transfer.plan import Lane
 
@@ -37,12 +39,17 @@ class CopyJob:
         lanes: lanes of one group pair.
         source, destination: region of every pool index the lanes name, on each side.
         pages: the page pairs to copy.
+        after: device events that must have happened before a byte is read; None: whatever was queued on the device's
+            default stream before. Copies on the host begin at once, so their source must be complete.
+
+    A copier may recognise lanes and mappings that it has seen by their identity: they are not changed once submitted.
     """
 
     lanes: Sequence[Lane]
     source: Mapping[int, Region]
     destination: Mapping[int, Region]
     pages: PagePairs
+    after: Sequence[DeviceEvent] | None = None
 
 
 class CopyTicket(Protocol):
@@ -68,3 +75,16 @@ class Copier(Protocol):
     def close(self) -> None:
         """Free what the copier holds. Submitted jobs must be done before."""
         ...
+
+
+def is_asynchronous(copier: Copier) -> bool:
+    """Return whether jobs of this copier run while its caller goes on; others are over when `submit` returns."""
+    return bool(getattr(copier, "asynchronous", False))
+
+
+def together(copier: Copier) -> AbstractContextManager[None]:
+    """Return a context in which an asynchronous copier collects jobs, to start them with as few launches as it can."""
+    if not is_asynchronous(copier):
+        return nullcontext()
+    joined: AbstractContextManager[None] = copier.together()  # type: ignore[attr-defined]
+    return joined

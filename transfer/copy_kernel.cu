@@ -1,4 +1,7 @@
-// Copies tiles of lanes; transfer/copy_cupy.py has the picture. Compiled once per vector width.
+// Copies tiles; transfer/copy_tiles.py has the picture and makes them. Compiled once per vector width.
+//
+//     grid     x: tiles of the program, y: pages                one block copies one tile of one page
+//     block    THREADS threads, STEPS vectors in flight each    a tile has at most THREADS * STEPS vectors
 
 #if VECTOR == 16
 typedef uint4 vec;
@@ -10,79 +13,52 @@ typedef unsigned int vec;
 typedef unsigned char vec;
 #endif
 
-struct Lane {
-    long long src, dst;                    // first byte of the lane in slot 0
-    long long src_slot, dst_slot;          // strides in bytes, all of them
-    long long src_sub, dst_sub;
-    long long src_outer, dst_outer;
-    long long src_inner, dst_inner;
-    long long inner, outer;                // rows
-    long long part_vectors, parts;         // a run is `parts` parts of `part_vectors` vectors
-    long long unused0, unused1;
+struct __align__(16) Tile {
+    long long src, dst;            // first byte of the tile in slot 0
+    long long src_slot, dst_slot;  // distances in bytes, all of them
+    int src_sub, dst_sub;
+    int src_row, dst_row;
+    int vectors, row_vectors;      // of the whole tile, and of one row
+    unsigned magic;                // k / row_vectors is the upper half of k * magic; 0: it is k
+    int unused;
 };
 
-constexpr int THREADS = 256;
-constexpr int STEPS = 4;
+// What is copied is not needed again soon, so it need not stay in any cache.
+__device__ __forceinline__ vec load(const char* at) {
+#if CACHE == 0
+    return *(const vec*)at;
+#else
+    return __ldcs((const vec*)at);
+#endif
+}
 
-// Where row number `row` of a lane begins on both sides: pages outermost, parts of a run innermost.
-__device__ __forceinline__ void locate(const Lane& lane, const int* pages, int count, unsigned row, const char** src,
-                                       char** dst) {
-    const unsigned parts = (unsigned)lane.parts, inner = (unsigned)lane.inner, outer = (unsigned)lane.outer;
-    unsigned part = 0, j = 0, i = 0;
-    if (parts > 1) { part = row % parts; row /= parts; }
-    if (inner > 1) { j = row % inner; row /= inner; }
-    if (outer > 1) { i = row % outer; row /= outer; }
-    const long long along = part * lane.part_vectors * VECTOR;
-    *src = (const char*)(lane.src + pages[row] * lane.src_slot + pages[count + row] * lane.src_sub +
-                         i * lane.src_outer + j * lane.src_inner + along);
-    *dst = (char*)(lane.dst + pages[2 * count + row] * lane.dst_slot + pages[3 * count + row] * lane.dst_sub +
-                   i * lane.dst_outer + j * lane.dst_inner + along);
+__device__ __forceinline__ void store(char* at, vec value) {
+#if CACHE == 2 || CACHE == 0
+    *(vec*)at = value;
+#else
+    __stcs((vec*)at, value);
+#endif
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-copy_pages(const Lane* __restrict__ lanes, int num_lanes, const long long* __restrict__ first_block,
-           const int* __restrict__ pages, int count, int group, int rows_per_block) {
-    // The last lane that begins at or before this block. There are at least one and at most a few hundred.
-    int low = 0, high = num_lanes - 1;
-    while (low < high) {
-        const int middle = (low + high + 1) / 2;
-        if (first_block[middle] <= blockIdx.x) low = middle; else high = middle - 1;
-    }
-    const Lane lane = lanes[low];
-    const unsigned rows_of_page = (unsigned)(lane.outer * lane.inner * lane.parts);
-    const unsigned long long rows = (unsigned long long)count * rows_of_page;
-    const unsigned long long first = (blockIdx.x - first_block[low]) * (unsigned long long)rows_per_block;
-    const int lanes_of_row = threadIdx.x & (group - 1), row_of_block = threadIdx.x / group;
-    const int vectors = (int)lane.part_vectors;
-
-    if (vectors > THREADS) {  // one row per block, several steps along it
-        if (first >= rows) return;
-        const char* src; char* dst;
-        locate(lane, pages, count, (unsigned)first, &src, &dst);
-        for (int at = lanes_of_row; at < vectors; at += THREADS * STEPS) {
-            vec held[STEPS];
-#pragma unroll
-            for (int step = 0; step < STEPS; ++step)
-                if (at + step * THREADS < vectors) held[step] = __ldcs((const vec*)src + at + step * THREADS);
-#pragma unroll
-            for (int step = 0; step < STEPS; ++step)
-                if (at + step * THREADS < vectors) __stcs((vec*)dst + at + step * THREADS, held[step]);
-        }
-        return;
-    }
-    const int rows_per_step = THREADS / group;
-    vec held[STEPS]; char* to[STEPS];
+copy_tiles(const Tile* __restrict__ tiles, const int4* __restrict__ pages, long long src_shift, long long dst_shift) {
+    const Tile tile = tiles[blockIdx.x];
+    const int4 page = pages[blockIdx.y];  // source slot and sub-page, destination slot and sub-page
+    const char* const src = (const char*)(tile.src + src_shift + page.x * tile.src_slot + (long long)page.y * tile.src_sub);
+    char* const dst = (char*)(tile.dst + dst_shift + page.z * tile.dst_slot + (long long)page.w * tile.dst_sub);
+    vec held[STEPS];
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
-        const unsigned long long row = first + step * rows_per_step + row_of_block;
-        to[step] = 0;
-        if (row < rows && lanes_of_row < vectors) {
-            const char* src;
-            locate(lane, pages, count, (unsigned)row, &src, &to[step]);
-            held[step] = __ldcs((const vec*)src + lanes_of_row);
-        }
+        const int k = threadIdx.x + step * THREADS;
+        const int row = tile.magic ? (int)__umulhi((unsigned)k, tile.magic) : k;
+        const int column = k - row * tile.row_vectors;
+        if (k < tile.vectors) held[step] = load(src + (long long)row * tile.src_row + column * VECTOR);
     }
 #pragma unroll
-    for (int step = 0; step < STEPS; ++step)
-        if (to[step]) __stcs((vec*)to[step] + lanes_of_row, held[step]);
+    for (int step = 0; step < STEPS; ++step) {
+        const int k = threadIdx.x + step * THREADS;
+        const int row = tile.magic ? (int)__umulhi((unsigned)k, tile.magic) : k;
+        const int column = k - row * tile.row_vectors;
+        if (k < tile.vectors) store(dst + (long long)row * tile.dst_row + column * VECTOR, held[step]);
+    }
 }

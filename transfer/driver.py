@@ -7,6 +7,7 @@ queued and run between turns, so nothing in an engine needs a lock.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -18,6 +19,13 @@ from unikv.errors import InternalError, LinkClosedError, LocalProtocolError, exp
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
+
+SPIN_S: Final = 0.0003
+"""How long a copy on a device is watched without a pause: most small ones are over by then."""
+NAP_S: Final = 0.00005
+NAPS_S: Final = 0.002
+"""For how long after that the pauses are this short; then they are a message's wait of a millisecond."""
+LONG_COPY_POLL_S: Final = 0.001
 
 END_S: Final = 10.0
 """How long the thread may take to end its last turn once it was told to; a turn is short, a busy machine slow."""
@@ -32,6 +40,14 @@ class Engine(Protocol):
 
     def turn(self, timeout_s: float) -> bool:
         """Handle what arrived (waiting up to `timeout_s`), do one step of work; return whether more is waiting."""
+        ...
+
+    def copying(self) -> bool:
+        """Return whether copies run beside the engine; their end must be looked for, since nothing announces it."""
+        ...
+
+    def expecting(self) -> bool:
+        """Return whether a message may come that somebody waits for."""
         ...
 
     def shut_down(self, reason: str) -> None:
@@ -89,10 +105,16 @@ class _Call:
 
 
 class TransferDriver:
-    """Runs one engine in a thread of its own until `close`."""
+    """Runs one engine in a thread of its own until `close`.
 
-    def __init__(self, engine: Engine, *, name: str) -> None:
-        self._engine = engine
+    Args:
+        engine: what it runs.
+        name: of the thread.
+        watch_s: see `transfer.options.TransferOptions`.
+    """
+
+    def __init__(self, engine: Engine, *, name: str, watch_s: float = 0.0) -> None:
+        self._engine, self._watch_s = engine, watch_s
         self._calls: deque[_Call] = deque()
         self._accepting = threading.Lock()
         self._ended = False
@@ -159,11 +181,14 @@ class TransferDriver:
             _log.warning("transfer driver: shut down without draining: %s", error)
 
     def _run(self) -> None:
-        busy = False
+        busy, patience = False, _Patience(self._watch_s)
         try:
             while not self._closing.is_set():
                 called = self._run_calls()  # a call may have made work that no event announces
-                busy = self._engine.turn(0.0 if busy or called else IDLE_POLL_S)
+                wait_s = patience.wait_s(busy=busy or called, copying=self._engine.copying())
+                if wait_s and patience.watching() and self._engine.expecting():
+                    wait_s = 0.0
+                busy = self._engine.turn(wait_s)
         except BaseException as error:
             self._failure = error
             _log.exception("transfer driver: the engine failed")
@@ -201,3 +226,33 @@ class TransferDriver:
         if threading.current_thread() is self._thread:
             cure = "use the endpoint from your own threads, not from a callback"
             raise LocalProtocolError(explain("transfer driver", f"thread of {what}", "its own", "another one", cure))
+
+
+class _Patience:
+    """How long a turn may wait for messages, and the pauses before it while copies run."""
+
+    def __init__(self, watch_s: float = 0.0) -> None:
+        self._watch_s = watch_s
+        self._active_s = -math.inf
+        self._watching_since_s = 0.0
+
+    def watching(self) -> bool:
+        """Return whether something was to do so recently that no pause is made."""
+        return self._watch_s > 0 and time.monotonic() - self._active_s < self._watch_s
+
+    def wait_s(self, *, busy: bool, copying: bool) -> float:
+        """Return the next turn's timeout; pause first where a copy has run for a while."""
+        if self._watch_s and (busy or copying):
+            self._active_s = time.monotonic()
+        if busy or not copying:
+            self._watching_since_s = 0.0
+            return 0.0 if busy else IDLE_POLL_S
+        now_s = time.monotonic()
+        self._watching_since_s = self._watching_since_s or now_s
+        watched_s = now_s - self._watching_since_s
+        if watched_s < max(SPIN_S, self._watch_s):
+            return 0.0
+        if watched_s < NAPS_S:
+            time.sleep(NAP_S)
+            return 0.0
+        return LONG_COPY_POLL_S

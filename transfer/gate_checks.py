@@ -22,7 +22,7 @@ def why_not_direct(context: HeaderFacts, generation: HeaderFacts) -> str:
     """Return why the context rank cannot map the generation rank's memory, or "" where it can.
 
     Mapping needs one kernel (boot id), one process namespace (the path to a memory file names a process), one kind
-    of device and memory that the generation rank exports.
+    of device, memory that the generation rank exports, and between GPUs the hardware's peer access.
     """
     ours, theirs = context.host, generation.host
     if ours is None or theirs is None:
@@ -33,7 +33,10 @@ def why_not_direct(context: HeaderFacts, generation: HeaderFacts) -> str:
         return "the ranks run in different process namespaces"
     if context.device != generation.device:
         return "the ranks use different kinds of device"
-    return "" if generation.exported else "the generation rank does not export its memory"
+    if not generation.exported:
+        return "the generation rank does not export its memory"
+    apart = not set(generation.memory_devices) <= set(context.reach)
+    return "the context rank's GPU has no peer access to the generation rank's" if apart else ""
 
 
 def _equal(name: str, text: HeaderText, cure: str, *, rule: Rule = Rule.TARGET, scope: str = "instance") -> HeaderCheck:

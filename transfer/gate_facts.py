@@ -52,6 +52,8 @@ class HeaderFacts:
         device: kind of device, without its number.
         host: where the rank runs, its process number blanked; None in a dry run.
         exported: whether peers on the same host can map all of its memory.
+        memory_devices: devices that hold exported memory; empty for memory of the host.
+        reach: devices whose memory the rank's own device can write.
         problems: contradictions inside the card, empty for a sound one.
     """
 
@@ -72,6 +74,8 @@ class HeaderFacts:
     device: str
     host: HostIdentity | None
     exported: bool
+    memory_devices: tuple[str, ...]
+    reach: tuple[str, ...]
     problems: tuple[str, ...]
 
 
@@ -95,6 +99,8 @@ def header_facts(card: RankCard) -> HeaderFacts:
         device=card.device.partition(":")[0],
         host=_host(card.host),
         exported=bool(card.storages) and all(storage.export is not None for storage in card.storages),
+        memory_devices=tuple(sorted({s.export.device for s in card.storages if s.export and s.export.device})),
+        reach=tuple(sorted(card.reach)),
         problems=tuple(_problems(card)),
     )
 

@@ -104,7 +104,7 @@ class GenerationEndpoint:
         self._options = options or TransferOptions()
         self._on_change = on_change
         self._engine = GenerationEngine(link, card, regions, copier, self._options, time.monotonic)
-        self._driver = TransferDriver(self._engine, name=f"unikv-generation-{card.rank}")
+        self._driver = TransferDriver(self._engine, name=f"unikv-generation-{card.rank}", watch_s=self._options.watch_s)
         self._waiting = threading.Event()
 
     def connect(self, addresses: Sequence[str]) -> ContextInstance:
@@ -147,11 +147,51 @@ class GenerationEndpoint:
             LinkBrokenError: a rank of the instance has gone away since; the text says how.
             LinkClosedError: the endpoint is closed.
         """
-        handle = TransferHandle(request_id, self._on_change)
         addresses = instance.addresses if data_rank is None else instance.addresses_of(data_rank)
+        work = self._request(request_id, tables, prompt_tokens)
+        self._driver.call(lambda: self._engine.receive(*work, addresses))
+        return work[0]
+
+    def receive_all(
+        self,
+        requests: Sequence[tuple[RequestId, Mapping[GroupId, SlotArray], int]],
+        *,
+        instance: ContextInstance,
+        data_rank: int | None = None,
+    ) -> list[TransferHandle]:
+        """Ask `instance` for several requests at once: what `receive` does for each, with one thread change for all.
+
+        Args:
+            requests: request id, page tables and prompt tokens of each, as for `receive`.
+            instance: where the prompts are (being) computed.
+            data_rank: as for `receive`, for all of them.
+
+        Raises:
+            LocalProtocolError, LinkClosedError: as `receive`. The requests before the one that is wrong were asked for;
+                they are given up.
+        """
+        addresses = instance.addresses if data_rank is None else instance.addresses_of(data_rank)
+        work = [self._request(*request) for request in requests]
+
+        def ask() -> None:
+            begun: list[RequestId] = []
+            try:
+                for one in work:
+                    self._engine.receive(*one, addresses)
+                    begun.append(one[0].request_id)
+            except BaseException:
+                for request_id in begun:
+                    self._engine.cancel(request_id, "another request of the same call was refused")
+                raise
+
+        self._driver.call(ask)
+        return [one[0] for one in work]
+
+    def _request(
+        self, request_id: RequestId, tables: Mapping[GroupId, SlotArray], prompt_tokens: int
+    ) -> tuple[TransferHandle, dict[GroupId, SlotArray], int]:
         own = {group: np.array(slots, dtype=np.int32) for group, slots in tables.items()}
-        self._driver.call(lambda: self._engine.receive(handle, own, prompt_tokens, addresses))
-        return handle
+        return TransferHandle(request_id, self._on_change), own, prompt_tokens
 
     def cancel(self, request_id: RequestId, reason: str) -> None:
         """Give a request up: it fails at once, its pages are quiet once every peer has acknowledged."""

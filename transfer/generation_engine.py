@@ -65,6 +65,7 @@ class GenerationEngine:
         self._restless: dict[RequestId, None] = {}
         self._deadlines, self._reminders = DeadlineManager(), Pace(REMIND_S)
         self._shutting_down = ""
+        self._copying = False
 
     # --- called between turns -------------------------------------------------------------------------------------
 
@@ -153,10 +154,18 @@ class GenerationEngine:
         if self._requests:
             timeout_s = min(timeout_s, self._sinks.longest_sleep_s)
         self._exchange.events(timeout_s, self._on_message, self._door.gone)
-        copying = self._look_after()
+        self._copying = self._look_after()
         self._watch_time(self._clock())
         self._door.watch()
-        return copying
+        return False
+
+    def copying(self) -> bool:
+        """Return whether copies of ours run beside us."""
+        return self._copying
+
+    def expecting(self) -> bool:
+        """Return whether a request is open."""
+        return bool(self._requests)
 
     def _look_after(self) -> bool:
         """Look after the requests that copies of ours run for; return whether there are any."""

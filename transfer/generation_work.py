@@ -69,6 +69,7 @@ class GenerationWork:
         self._exchange, self._rank, self._requests = exchange, exchange.card.rank, requests
         self._regions, self._copier, self._clock = regions, copier, clock
         self._max_draft_tokens = max_draft_tokens
+        self._attended: set[RequestId] = set()
 
     def do(self, request: GenerationRequest, decide: Callable[[], list[Action]]) -> None:
         """Let `decide` feed the request's session, and carry out what the session returns. Never raises."""
@@ -80,6 +81,11 @@ class GenerationWork:
         except Exception as error:
             self._break(request, error)
 
+    def attended(self) -> list[GenerationRequest]:
+        """Return the requests that copies of ours, or a release that waits for them, make `look_after` worth a call."""
+        found = (self._requests.get(request_id) for request_id in list(self._attended))
+        return [request for request in found if request is not None]
+
     def receive(self, request: GenerationRequest, chunk: Chunk, key: PeerKey) -> None:
         """Copy one chunk into our pages; a chunk that is wrong ends the request."""
         self.do(request, partial(request.session.heard, key))
@@ -88,6 +94,7 @@ class GenerationWork:
             self._vacate(request.deliveries[key])
             return
         try:
+            self._attended.add(request.session.request_id)
             request.deliveries[key].scatter(chunk, self._regions, self._copier)
         except Exception as error:
             text, foreseen = str(error) or repr(error), isinstance(error, UnikvError)
@@ -111,7 +118,10 @@ class GenerationWork:
         if request.broken:
             return False
         try:
-            return self._look_after(request)
+            copying = self._look_after(request)
+            if not copying and not request.releasing:
+                self._attended.discard(request.session.request_id)
+            return copying
         except Exception as error:
             self._break(request, error)
             return False
@@ -164,6 +174,7 @@ class GenerationWork:
                 self._report(request)
             case Action(Do.RELEASE):
                 request.releasing = True
+                self._attended.add(request.session.request_id)
                 self._release(request)
 
     def _break(self, request: GenerationRequest, error: Exception) -> None:
@@ -250,6 +261,7 @@ class GenerationWork:
             request.releasing = False
             for delivery in request.deliveries.values():
                 self._vacate(delivery)
+            self._attended.discard(request_id)
             del self._requests[request_id]
             request.handle.settle_quiet()
         elif all(delivery.landed() for delivery in request.deliveries.values()):

@@ -103,15 +103,20 @@ class MemoryExport:
     """How a peer on the same host maps one storage.
 
     Attributes:
-        kind: "memfd" (``/proc/<pid>/fd/<fd>``), or a device kind added by a GPU path.
-        pid, fd: the exporting process and its descriptor.
-        inode: the file's inode, compared after opening so that a recycled pid or descriptor is noticed.
+        kind: "memfd" (``/proc/<pid>/fd/<fd>``), or "cuda" (an allocation that CUDA opens by its handle).
+        pid, fd: the exporting process and its descriptor (memfd).
+        inode: the file's inode, compared after opening so that a recycled pid or descriptor is noticed (memfd).
+        handle, offset_bytes: what opens the allocation, and where in it the storage begins (cuda).
+        device: identifies the device that holds the memory in every process (cuda).
     """
 
     kind: str
     pid: int
-    fd: int
-    inode: int
+    fd: int = 0
+    inode: int = 0
+    handle: bytes = b""
+    offset_bytes: int = 0
+    device: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,6 +171,7 @@ class RankCard:
         path: what the operator asked for.
         layer_bands: on a context rank, into how many bands of layers a group's pages are cut, so that a band can leave
             while later ones are computed; 1 moves whole pages.
+        reach: devices (as `MemoryExport.device` names them) whose memory this rank's device can write.
     """
 
     protocol_version: int = PROTOCOL_VERSION
@@ -190,6 +196,7 @@ class RankCard:
     layer_bands: int = 1
     capabilities: tuple[str, ...] = (CAPABILITY_PER_VIEW_HEADS,)
     host: HostIdentity | None = None
+    reach: tuple[str, ...] = ()
 
     @property
     def rank(self) -> Rank:

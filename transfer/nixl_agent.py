@@ -77,8 +77,11 @@ class NixlSession:
 
     def memory(self, size_bytes: int) -> NDArray[np.uint8]:
         """Return registered memory, zeroed, which lives until `forget` or `close`."""
-        array = np.zeros(size_bytes, np.uint8)
-        registration = self._agent.register_memory([(address_of(array), size_bytes, 0, "")], "DRAM")
+        return self.register(np.zeros(size_bytes, np.uint8))
+
+    def register(self, array: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """Register host memory of somebody else's making; return it. It lives until `forget` or `close`."""
+        registration = self._agent.register_memory([(address_of(array), array.size, 0, "")], "DRAM")
         self._registered[id(array)] = array, registration
         return array
 

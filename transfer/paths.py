@@ -19,14 +19,12 @@ from numpy.typing import NDArray
 
 from transfer.carrier import ChunkSource, Parcel
 from transfer.copier import Copier, CopyJob, CopyTicket, Region
-from transfer.gate_checks import why_not_direct
-from transfer.gate_facts import header_facts
-from transfer.hello import CAPABILITY_NIXL, PathKind, RankCard
+from transfer.device_bytes import DeviceEvent
 from transfer.link import Frame, SendTicket
 from transfer.messages import Berth, PairAccount
 from transfer.pages import PagePairs, gather_pages
 from transfer.plan import CopyProgram, Lane, gather_lanes
-from unikv.errors import CopyError, IncompatiblePeerError, UnikvError
+from unikv.errors import CopyError, UnikvError
 from unikv.ids import GroupId, LayerId
 
 _T = TypeVar("_T")
@@ -36,44 +34,6 @@ Regions = Mapping[GroupId, Mapping[int, Region]]
 
 CREDITS: Final = 4
 """Chunks of one request a context rank may have under way to one generation rank before it hears of their arrival."""
-
-
-def choose_path(context: RankCard, generation: RankCard) -> tuple[PathKind, str]:
-    """Return the path this pair of ranks takes, and the reason for the log.
-
-    Raises:
-        IncompatiblePeerError: the path that was asked for cannot be taken; a slower one is never taken silently.
-    """
-    asked = context.path
-    hindrance = why_not_direct(header_facts(context), header_facts(generation))
-    if asked is PathKind.ZMQ:
-        return PathKind.ZMQ, "asked for"
-    if asked is PathKind.AUTO:
-        return _staged_path(context, generation, hindrance) if hindrance else (PathKind.DIRECT, _MAPPED)
-    if asked is PathKind.NIXL:
-        hindrance = why_not_nixl(context, generation)
-    if not hindrance:
-        return asked, "asked for"
-    raise IncompatiblePeerError(f"path {asked} is not possible", mismatches=(f"{hindrance}; set transfer.path: auto",))
-
-
-_MAPPED: Final = "the peer's pools can be mapped"
-
-
-def why_not_nixl(context: RankCard, generation: RankCard) -> str:
-    """Return why NIXL cannot carry this pair's chunks, or "" where it can."""
-    lacking = [card for card in (context, generation) if CAPABILITY_NIXL not in card.capabilities]
-    return f"the {lacking[0].side} rank {lacking[0].rank} has no NIXL (pip install 'unikv[nixl]')" if lacking else ""
-
-
-def _staged_path(context: RankCard, generation: RankCard, hindrance: str) -> tuple[PathKind, str]:
-    """Return the staged path that is taken by itself: NIXL between hosts where both have it, else the link."""
-    ours, theirs = context.host, generation.host
-    if ours is None or theirs is None or ours.boot_id == theirs.boot_id:
-        return PathKind.ZMQ, hindrance
-    if missing := why_not_nixl(context, generation):
-        return PathKind.ZMQ, f"{hindrance}; {missing}"
-    return PathKind.NIXL, hindrance
 
 
 class MoveState(Enum):
@@ -98,6 +58,11 @@ class Move(Protocol):
         Raises:
             Exception: whatever a copier or link raises; the move is over. `quiet` says whether bytes may still move.
         """
+        ...
+
+    @property
+    def copying(self) -> bool:
+        """Whether a copy is in flight, as far as the last step saw: its end comes without any message."""
         ...
 
     def stop(self) -> None:
@@ -129,6 +94,7 @@ class BatchQueue:
     Args:
         ready: how many pages of a group pair may be copied, from its first one on.
         complete: whether all of them may, and the rest of the request is there too.
+        after: device events behind which the pages of a group pair are written; None: the device's default stream.
     """
 
     def __init__(
@@ -139,11 +105,13 @@ class BatchQueue:
         *,
         ready: Callable[[int], int] | None = None,
         complete: Callable[[], bool] = lambda: True,
+        after: Callable[[int], Sequence[DeviceEvent] | None] = lambda _: None,
     ) -> None:
         self._pairs, self._pages = program.pairs, pages
         self._chunk_bytes = chunk_bytes
         self._ready = ready or (lambda number: len(pages[number]))
         self._complete = complete
+        self.after = after
         self._next = [0] * len(program.pairs)
 
     @property
@@ -252,7 +220,12 @@ class CopyInFlight:
 
 
 class DirectMove:
-    """Copies straight into the peer's mapped pages."""
+    """Copies straight into the peer's mapped pages.
+
+    Args:
+        lanes: the program's lanes by group pair, if they are known: copiers recognise them.
+        under_way: copies that may run at one time. With more than one, a step starts everything that is ready.
+    """
 
     def __init__(
         self,
@@ -263,38 +236,55 @@ class DirectMove:
         destination: Regions,
         copier: Copier,
         todo: BatchQueue,
+        lanes: Sequence[Sequence[Lane]] | None = None,
+        under_way: int = 1,
     ) -> None:
         self._program, self._pages = program, pages
-        self._lanes = lanes_by_pair(program)
+        self._lanes = lanes or lanes_by_pair(program)
         self._source, self._destination = source, destination
         self._copier = copier
         self._todo = todo
         self._ledger = _Ledger(program)
-        self._copy = CopyInFlight()
+        self._copies: list[CopyInFlight] = []
+        self._under_way = under_way
         self._stopped = False
 
     @property
     def quiet(self) -> bool:
         """Whether no copy is in flight."""
-        return self._copy.quiet
+        return all(copy.quiet for copy in self._copies)
+
+    @property
+    def copying(self) -> bool:
+        """Whether a copy is in flight."""
+        return bool(self._copies)
 
     def step(self) -> MoveState:
-        """Submit the next batch once the last one has landed."""
-        if not self._copy.landed():
+        """Submit what is ready, as long as not too much is under way."""
+        self._copies = [copy for copy in self._copies if not copy.landed()]
+        started = False
+        while len(self._copies) < self._under_way and not self._stopped and (batch := self._todo.take()) is not None:
+            self._submit(batch)
+            started = True
+        if started:
+            return MoveState.RUNNING
+        if self._copies:
             return MoveState.WAITING
-        batch = None if self._stopped else self._todo.take()
-        if batch is None:
-            return MoveState.DONE if self._stopped or self._todo.over else MoveState.WAITING
+        return MoveState.DONE if self._stopped or self._todo.over else MoveState.WAITING
+
+    def _submit(self, batch: Batch) -> None:
         pair = self._program.pairs[batch.pair]
         job = CopyJob(
             lanes=self._lanes[batch.pair],
             source=self._source[pair.src_group],
             destination=self._destination[pair.dst_group],
             pages=slice_pages(self._pages[batch.pair], batch.first, batch.count),
+            after=self._todo.after(batch.pair),
         )
-        self._copy.start(self._copier, job)
+        copy = CopyInFlight()
+        self._copies.append(copy)
+        copy.start(self._copier, job)
         self._ledger.add(batch)
-        return MoveState.RUNNING
 
     def stop(self) -> None:
         """Start no further copies."""
@@ -343,6 +333,11 @@ class StagedMove:
         """Whether no gather reads our pages."""
         return self._copy.quiet
 
+    @property
+    def copying(self) -> bool:
+        """Whether a gather is in flight."""
+        return self._gathering is not None
+
     def step(self) -> MoveState:
         """Send the chunk that is gathered, or gather the next one."""
         if self._gathering is not None:
@@ -388,6 +383,7 @@ class StagedMove:
             source=self._source[pair.src_group],
             destination={0: packed},
             pages=gather_pages(self._pages[batch.pair], batch.first, batch.count),
+            after=self._todo.after(batch.pair),
         )
         self._copy.start(self._copier, job)
 

@@ -1,4 +1,4 @@
-"""Memory of a peer on the same host as regions for a copier: what the direct path on CPUs writes into."""
+"""Memory of a peer on the same host as regions for a copier: what the direct path writes into."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transfer.copier import Region
-from transfer.hello import HostIdentity, PoolCard, RankCard
+from transfer.device_bytes import DeviceBytes
+from transfer.hello import HostIdentity, PoolCard, RankCard, StorageCard
+from transfer.ipc_memory import MappedDeviceStorage, device_number
 from transfer.mapped_storage import MappedStorage
 from unikv.errors import LocalProtocolError, RemoteProtocolError, SpecError, UnikvError, explain
 from unikv.ids import GroupId
@@ -49,20 +51,24 @@ def can_map(card_host: HostIdentity | None, own: HostIdentity) -> tuple[bool, st
 class PeerMemory:
     """Every storage of one peer, mapped, and its pools as regions. Close it when the peer is gone; also a context."""
 
-    def __init__(self, card: RankCard) -> None:
+    def __init__(self, card: RankCard, *, device: str = "cpu") -> None:
         """Map all storages of `card`; on an error nothing stays mapped.
+
+        Args:
+            card: the peer's card.
+            device: what copies into them: "cpu", or the device of ours whose kernels do.
 
         Raises:
             RemoteProtocolError, LinkBrokenError, IncompatiblePeerError: as `MappedStorage`; the first also where a
                 pool of the card does not fit its storage.
         """
-        self._storages: list[MappedStorage] = []
+        self._storages: list[MappedStorage | MappedDeviceStorage] = []
         self._regions: dict[GroupId, dict[int, Region]] | None = None
         self._peer = f"{card.side} {card.instance} rank {card.rank}"
         try:
             for number, storage in enumerate(card.storages):
-                self._storages.append(MappedStorage(storage, thing=f"{self._peer} storage {number}"))
-            arrays = [storage.array for storage in self._storages]
+                self._storages.append(_map(card, storage, device, f"{self._peer} storage {number}"))
+            arrays: list[Any] = [storage.array for storage in self._storages]
             self._regions = _regions_of(card, arrays, self._peer, RemoteProtocolError)
         except BaseException:
             self.close()
@@ -94,7 +100,15 @@ class PeerMemory:
         self.close()
 
 
-def local_regions(card: RankCard, arrays: Sequence[NDArray[np.uint8]]) -> dict[GroupId, dict[int, Region]]:
+def _map(card: RankCard, storage: StorageCard, device: str, thing: str) -> MappedStorage | MappedDeviceStorage:
+    if device == "cpu":
+        return MappedStorage(storage, thing=thing)
+    return MappedDeviceStorage(storage, incarnation=card.incarnation, device=device_number(device), thing=thing)
+
+
+def local_regions(
+    card: RankCard, arrays: Sequence[NDArray[np.uint8] | DeviceBytes]
+) -> dict[GroupId, dict[int, Region]]:
     """Return the regions of our own pools: by group id, then by pool index.
 
     Args:
@@ -111,7 +125,7 @@ def local_regions(card: RankCard, arrays: Sequence[NDArray[np.uint8]]) -> dict[G
 
 
 def _regions_of(
-    card: RankCard, arrays: Sequence[NDArray[Any]], thing: str, refusal: type[UnikvError]
+    card: RankCard, arrays: Sequence[NDArray[Any] | DeviceBytes], thing: str, refusal: type[UnikvError]
 ) -> dict[GroupId, dict[int, Region]]:
     regions: dict[GroupId, dict[int, Region]] = {}
     for pool in card.pools:
@@ -124,7 +138,9 @@ def _regions_of(
     return regions
 
 
-def _check_pool(pool: PoolCard, arrays: Sequence[NDArray[Any]], thing: str, refusal: type[UnikvError]) -> None:
+def _check_pool(
+    pool: PoolCard, arrays: Sequence[NDArray[Any] | DeviceBytes], thing: str, refusal: type[UnikvError]
+) -> None:
     if not 0 <= pool.storage < len(arrays):
         raise refusal(explain(thing, "storage", pool.storage, f"in [0, {len(arrays)})", "correct the card"))
     end = pool.offset_bytes + pool.slot_stride_bytes * pool.num_slots

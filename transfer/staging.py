@@ -48,9 +48,10 @@ class HostChunkPool:
         """Make the pool; memory is taken when a chunk is first used.
 
         Args:
-            chunks: most chunks at one time.
-            chunk_bytes: size of a chunk.
-            make: returns memory of a size in bytes; pageable memory where it is left out.
+            chunks: how many there may be.
+            chunk_bytes: bytes of each.
+            make: makes the memory of a chunk, for copiers and carriers that cannot reach just any; None for pageable
+                memory.
             forget: hears of memory that is traded in for larger one.
 
         Raises:

@@ -40,6 +40,7 @@ from transfer.peer_memory import local_regions, own_host_identity
 from transfer.testing_case import InstanceShape, LayerKind, PairCase, RequestCase
 from transfer.testing_oracle import Numbers, RankFacts, Spread
 from unikv.budget import PoolBudget
+from unikv.buffers import MemfdExport
 from unikv.cache_manager import UnifiedKVCacheManager
 from unikv.ids import NO_PAGE, GroupId, LayerId, RequestId
 from unikv.layer_spec import KVCacheLayerSpec, KVDtype, KVLayout, LayerOwner, ReusePolicy
@@ -279,7 +280,7 @@ class SimRankManager:
 
 def _memory_of(manager: UnifiedKVCacheManager) -> tuple[list[NDArray[np.uint8]], list[MemoryExport | None]]:
     exports = [
-        None if own is None else MemoryExport(kind="memfd", pid=own.pid, fd=own.fd, inode=own.inode)
+        MemoryExport(kind="memfd", pid=own.pid, fd=own.fd, inode=own.inode) if isinstance(own, MemfdExport) else None
         for own in manager.pools.exports()
     ]
     return [manager.pools.numpy(number) for number in range(len(exports))], exports

@@ -197,8 +197,13 @@ class _MessageReader:
         return _KINDS[self._header[position]] if position < len(self._header) else "the end of the header"
 
     def scalar(self, kind: str) -> Any:
-        self._expect(kind)
-        return self._read(self._unpacker.unpack, kind)
+        position = self._unpacker.tell()
+        if position >= len(self._header) or _KINDS[self._header[position]] is not kind:
+            self._expect(kind)
+        try:
+            return self._unpacker.unpack()
+        except (msgpack.UnpackException, ValueError) as error:
+            raise _broken_off(kind, error) from None
 
     def items(self, kind: str) -> int:
         self._expect(kind)
@@ -231,6 +236,8 @@ class _MessageReader:
         try:
             return read()
         except (msgpack.UnpackException, ValueError) as error:
-            raise FieldError(
-                f"{kind} that breaks off or is too long or no UTF-8 ({error})", f"a whole {kind}"
-            ) from None
+            raise _broken_off(kind, error) from None
+
+
+def _broken_off(kind: str, error: Exception) -> FieldError:
+    return FieldError(f"{kind} that breaks off or is too long or no UTF-8 ({error})", f"a whole {kind}")

@@ -92,7 +92,14 @@ class Record:
         """Return the fields by name."""
         if type(value) is not self._cls:
             raise FieldError(type(value).__name__, f"a {self._cls.__name__}")
-        return {name: at(f".{name}", node.pack, getattr(value, name), frames) for name, node in self._nodes.items()}
+        packed = {}
+        for name, node in self._nodes.items():
+            try:  # as `at` does, without a call for every field: headers are on the way of every request
+                packed[name] = node.pack(getattr(value, name), frames)
+            except FieldError as error:
+                error.path.append(f".{name}")
+                raise
+        return packed
 
     def unpack(self, source: Source) -> Any:
         """Read the fields and build the dataclass."""
@@ -101,7 +108,11 @@ class Record:
             key = _read_key(source, values)
             if key not in self._nodes:
                 raise FieldError(f"unknown key {key}", f"one of {', '.join(self._nodes)}")
-            values[key] = at(f".{key}", self._nodes[key].unpack, source)
+            try:
+                values[key] = self._nodes[key].unpack(source)
+            except FieldError as error:
+                error.path.append(f".{key}")
+                raise
         missing = [name for name in self._nodes if name not in values]
         if missing:
             raise FieldError(f"without {', '.join(missing)}", f"every field of {self._cls.__name__}")

@@ -125,6 +125,8 @@ def _check_float(value: Any) -> float:
 
 
 def _check_text(value: Any) -> str:
+    if type(value) is str and len(value) <= MAX_TEXT_BYTES and value.isascii():
+        return value
     try:
         fits = isinstance(value, str) and len(value.encode()) <= MAX_TEXT_BYTES
     except UnicodeEncodeError:

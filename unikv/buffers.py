@@ -6,7 +6,8 @@ One storage per (pool group, pool), all slots one behind the other::
 
 On a CPU a storage is a memfd: shared memory without a name in any file system. Another process of the same user maps
 it through ``/proc/<pid>/fd/<fd>``, and when the last process that has it open or mapped is gone, however it went, the
-kernel takes the memory back. On CUDA a storage is a plain torch allocation.
+kernel takes the memory back. On CUDA a storage is an allocation of its own, outside torch's caching allocator, so that
+its base is known and other processes can open it (`unikv/cuda_driver.py`).
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from unikv.cuda_driver import CudaAllocation, CudaError, driver
 from unikv.errors import LocalProtocolError, SpecError, explain
 from unikv.geometry import TensorGeometry
 from unikv.ids import GroupId
 from unikv.layout import CacheLayout
 
-__all__ = ["BASE_ALIGNMENT_BYTES", "MemfdExport", "PoolStorage", "Tensor", "parse_device"]
+__all__ = ["BASE_ALIGNMENT_BYTES", "CudaExport", "MemfdExport", "PoolStorage", "Tensor", "device_count", "parse_device"]
 
 BASE_ALIGNMENT_BYTES: Final = 256
 """Every storage starts at a multiple of this: enough for the widest vector loads and for CUDA IPC."""
@@ -60,6 +62,25 @@ class MemfdExport:
     size_bytes: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CudaExport:
+    """How another process of the same host opens one storage: the allocation by its handle, the storage in it.
+
+    Attributes:
+        pid: process that owns the storage.
+        handle: 64 bytes that CUDA opens the allocation by.
+        offset_bytes: where in the allocation the storage begins.
+        device_uuid: the device that holds it, named alike in every process.
+        size_bytes: bytes of the storage.
+    """
+
+    pid: int
+    handle: bytes
+    offset_bytes: int
+    device_uuid: str
+    size_bytes: int
+
+
 class PoolStorage:
     """Memory of all pool groups of one manager, zeroed, fixed in size and place for the life of the manager.
 
@@ -82,6 +103,7 @@ class PoolStorage:
         self._numbers: dict[tuple[GroupId, int], int] = {}
         self._slot_bytes: list[int] = []
         self._memfds: list[int] = []
+        self._allocations: list[CudaAllocation] = []
         self._storages: tuple[Tensor, ...] | None = ()
         try:
             self._allocate(layout, slots_per_pool_group)
@@ -110,17 +132,29 @@ class PoolStorage:
         """Return the distance between two slots of a storage."""
         return self._slot_bytes[storage]
 
-    def exports(self) -> tuple[MemfdExport | None, ...]:
-        """Return how another process maps each storage; None where it cannot (CUDA).
+    def exports(self) -> tuple[MemfdExport | CudaExport, ...]:
+        """Return how another process maps each storage.
 
         Raises:
             LocalProtocolError: the storage is closed.
+            CudaError: the device's driver gives no handles.
         """
-        if not self._memfds:
-            return (None,) * len(self.storages)
+        if self.device.type == "cuda":
+            return tuple(self._cuda_export(number) for number in range(len(self.storages)))
         return tuple(
             MemfdExport(pid=os.getpid(), fd=fd, inode=os.fstat(fd).st_ino, size_bytes=tensor.numel())
             for fd, tensor in zip(self._memfds, self.storages, strict=True)
+        )
+
+    def _cuda_export(self, storage: int) -> CudaExport:
+        memory = self._allocations[storage]
+        handle, offset_bytes = memory.export()
+        return CudaExport(
+            pid=os.getpid(),
+            handle=handle,
+            offset_bytes=offset_bytes,
+            device_uuid=driver().uuid(memory.device),
+            size_bytes=memory.size_bytes,
         )
 
     def numpy(self, storage: int) -> NDArray[np.uint8]:
@@ -151,6 +185,7 @@ class PoolStorage:
     def close(self) -> None:
         """Let go of the memory and close its descriptors. Safe to call twice."""
         self._storages = None
+        self._allocations.clear()
         while self._memfds:
             os.close(self._memfds.pop())
 
@@ -170,7 +205,7 @@ class PoolStorage:
     def _zeroed(self, size_bytes: int) -> Tensor:
         try:
             tensor = self._zeroed_memfd(size_bytes) if self.device.type == "cpu" else self._zeroed_device(size_bytes)
-        except (OSError, OverflowError, torch.OutOfMemoryError) as error:
+        except (OSError, OverflowError, CudaError, torch.OutOfMemoryError) as error:
             thing = f"pool storage on {self.device}"
             cure = f"choose a smaller pool ({error})"
             raise SpecError(explain(thing, "size_bytes", size_bytes, "memory that is free", cure)) from error
@@ -192,7 +227,19 @@ class PoolStorage:
         return torch.frombuffer(memory, dtype=torch.uint8)
 
     def _zeroed_device(self, size_bytes: int) -> Tensor:
-        return torch.zeros(size_bytes, dtype=torch.uint8, device=self.device)
+        device = torch.device("cuda", self.device.index or 0)
+        with torch.cuda.device(device):
+            memory = CudaAllocation(device.index, size_bytes)
+            self._allocations.append(memory)
+            tensor = torch.as_tensor(memory, device=device)  # keeps `memory` alive
+            tensor.zero_()
+            torch.cuda.synchronize(device)  # peers may write from now on
+        return tensor
+
+
+def device_count() -> int:
+    """Return how many CUDA devices torch finds; 0 without CUDA."""
+    return torch.cuda.device_count()
 
 
 def parse_device(device: str) -> torch.device:

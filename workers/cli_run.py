@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
@@ -100,6 +100,7 @@ def bench(
     """
     from workers.bench import run_bench, succeeded  # noqa: PLC0415 - imports torch
     from workers.bench_case import BenchRequest  # noqa: PLC0415
+    from workers.bench_gpu import is_gpu_bench  # noqa: PLC0415
     from workers.process import set_up_logging  # noqa: PLC0415
     from workers.render_bench import print_result, verdict  # noqa: PLC0415
 
@@ -107,6 +108,8 @@ def bench(
         check_target(json)
     console = Console(stderr=True) if json == "-" else Console()
     set_up_logging("bench")
+    if is_gpu_bench(pair):
+        raise typer.Exit(_bench_gpu(console, pair, overrides or (), case, json))
     request = BenchRequest(
         source=pair, overrides=tuple(overrides or ()), case=case, log_dir=log_dir, rendezvous_url=rendezvous
     )
@@ -119,6 +122,20 @@ def bench(
         print_result(console, result)
         console.print(verdict(result, fine=fine))
     raise typer.Exit(0 if fine else 1)
+
+
+def _bench_gpu(console: Console, pair: str, overrides: Sequence[str], case: str | None, json: str | None) -> int:
+    """Run a benchmark of the direct path between GPUs; 1 where a byte was wrong."""
+    from workers.bench_gpu import gpu_bench_succeeded, run_gpu_bench  # noqa: PLC0415 - imports torch
+    from workers.render_gpu import print_gpu_result  # noqa: PLC0415
+
+    with ExitStack() as stack:
+        result = run_gpu_bench(pair, overrides, case, _progress(stack))
+    if json is not None:
+        write_json(result, json)
+    if json != "-":
+        print_gpu_result(console, result)
+    return 0 if gpu_bench_succeeded(result) else 1
 
 
 def _progress(stack: ExitStack) -> Callable[[str, int, int], None]:

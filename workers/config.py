@@ -87,6 +87,7 @@ class TransferConfig(Section):
         layer_bands: 0 moves a prompt's pages when all of it is computed; from 1 on they leave while it is computed, in
             so many bands of layers, and chunk by chunk.
         copy_threads: threads of one rank that share a copy between host pools; more than one helps where cores idle.
+        watch_us: microseconds an engine looks for messages without a pause after it had something to do.
         listen: interface, address or name of a host where its links listen; None: loopback, or where the rendezvous is
             on a network the interface that leads there.
         advertise: name or address that peers are told instead.
@@ -101,6 +102,7 @@ class TransferConfig(Section):
     timeout_s: Seconds = 60.0
     layer_bands: Annotated[int, Field(ge=0, le=1024)] = 0
     copy_threads: Annotated[int, Field(ge=1, le=64)] = 1
+    watch_us: Annotated[int, Field(ge=0, le=1_000_000)] = 0
     curve: CurveConfig | None = None
     listen: Text | None = None
     advertise: Text | None = None
@@ -112,7 +114,7 @@ class TransferConfig(Section):
 
     def options(self) -> TransferOptions:
         """Return what an endpoint needs of this."""
-        return TransferOptions(timeout_s=self.timeout_s, chunk_bytes=self.chunk_bytes)
+        return TransferOptions(timeout_s=self.timeout_s, chunk_bytes=self.chunk_bytes, watch_s=self.watch_us / 1e6)
 
 
 class PatternRunnerConfig(Section):

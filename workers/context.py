@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
+from transfer.device_bytes import DeviceEvent
 from transfer.outcome import TransferHandle
 from unikv.errors import CapacityError, InternalError
 from unikv.ids import LayerId, RequestId
@@ -102,8 +103,8 @@ class ContextWorker(Worker[RunPrompt]):
         for spec in self.runtime.manager.layout.specs:
             readiness.mark(spec.layer_id, cached)
 
-        def on_layer(layer_id: LayerId, tokens: int) -> None:
-            readiness.mark(layer_id, tokens)
+        def on_layer(layer_id: LayerId, tokens: int, written: DeviceEvent | None = None) -> None:
+            readiness.mark(layer_id, tokens, written)
             self._endpoint.poke()
 
         try:

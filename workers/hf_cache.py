@@ -67,7 +67,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc, no-untyped-call, unused
         buffers: torch.Tensor,
         kv_layout: KVLayout,
         window: int | None,
-        on_written: Callable[[int], None] | None = None,
+        on_written: Callable[[int, torch.cuda.Event | None], None] | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
         order = (1, 2, 0, 3, 4) if kv_layout is KVLayout.HND else (1, 3, 0, 2, 4)
@@ -117,7 +117,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc, no-untyped-call, unused
             stored = states[0].to(self._pages.dtype).view(self._cells.dtype)
             self._cells[lane][:, step.write_slots, step.write_offsets] = stored
         if self._on_written is not None:
-            self._on_written(step.end)
+            self._on_written(step.end, _event_behind(self._cells))
         # [2, heads, blocks, tpb, head_dim] in one pass over the pages
         gathered = self._cells.index_select(2, step.read_slots).view(self._pages.dtype)
         lanes = gathered.flatten(2, 3)[:, :, step.skip : step.skip + step.end - step.start]
@@ -235,6 +235,15 @@ class PagedKVCache(Cache):  # type: ignore[misc, unused-ignore]  # partly typed
             end=end,
             skip=start - first * size,
         )
+
+
+def _event_behind(written: torch.Tensor) -> torch.cuda.Event | None:
+    """Return an event behind what was queued for the tensor's device; None on a CPU, where it is done."""
+    if not written.is_cuda:
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(written.device))
+    return event
 
 
 def _plain_buffers(manager: UnifiedKVCacheManager, layer_id: LayerId) -> torch.Tensor:

@@ -14,6 +14,7 @@ from workers.config import HFRunnerConfig, PairConfig
 from workers.model_chat import ChatFormat
 from workers.model_store import resolve_model
 from workers.model_worker import load_runner
+from workers.rank_device import rank_device
 from workers.runner_hf import HFRunner
 from workers.speculative import GenerationResult
 from workers.topology import pool_budget, rank_specs, speculation_shape
@@ -76,13 +77,15 @@ def run_references(pair: PairConfig, on_finished: Callable[[], None]) -> tuple[l
 def _own_cache(pair: PairConfig) -> Iterator[HFRunner]:
     assert isinstance(pair.runner, HFRunnerConfig)
     side = pair.side(Side.GENERATION)
-    runner = load_runner(pair.runner, side)
+    device = rank_device(side, 0)
+    runner = load_runner(pair.runner, side, device=device)
     manager = UnifiedKVCacheManager(
         rank_specs(side, ParallelPosition()),
         tokens_per_block=side.tokens_per_block,
         max_seq_len=side.max_seq_len,
         pool=pool_budget(side),
         kv_layout=side.kv_layout,
+        device=device,
         speculation=speculation_shape(side),
     )
     try:

@@ -7,18 +7,18 @@ from transformers.utils.logging import disable_progress_bar
 from transfer.hello import RankCard
 from transfer.messages import AuxData
 from unikv.cache_manager import UnifiedKVCacheManager
+from unikv.pool_mirror import PoolMirror
 from unikv.request import KVCacheRequest
 from workers.config import HFRunnerConfig, SideConfig
 from workers.evidence import digest_pages
 from workers.model_store import resolve_model
-from workers.page_bytes import Bytes
 from workers.runner import Decoded, Evidence, OnLayer, PromptPages, Tables
 from workers.runner_hf import HFRunner
 from workers.speculative import SpeculativeDecoder, commit_output
 
 
-def load_runner(config: HFRunnerConfig, side: SideConfig) -> HFRunner:
-    """Load target and drafter as the pair file says; without speculation there is no drafter.
+def load_runner(config: HFRunnerConfig, side: SideConfig, *, device: str = "cpu") -> HFRunner:
+    """Load target and drafter as the pair file says, on `device`; without speculation there is no drafter.
 
     Raises:
         ConfigError: the model is not there, or drafter and model do not fit.
@@ -29,6 +29,7 @@ def load_runner(config: HFRunnerConfig, side: SideConfig) -> HFRunner:
         config.draft if side.speculative is not None else None,
         dtype=config.dtype,
         draft_window=config.draft_window,
+        device=device,
         torch_threads=config.threads,
     )
 
@@ -41,7 +42,7 @@ class ModelRunner:
     def __init__(self, model: HFRunner, *, chunk_tokens: int | None = None) -> None:
         self._model, self._chunk_tokens = model, chunk_tokens
         self._card: RankCard | None = None
-        self._arrays: list[Bytes] = []
+        self._mirror: PoolMirror | None = None
 
     def bind(self, manager: UnifiedKVCacheManager, card: RankCard) -> None:
         """Use the pages of `manager` from now on.
@@ -51,7 +52,7 @@ class ModelRunner:
         """
         self._model.bind(manager)
         self._card = card
-        self._arrays = [manager.pools.numpy(storage) for storage in range(len(card.storages))]
+        self._mirror = PoolMirror(manager.layout, manager.pools)
 
     def prefill(
         self,
@@ -74,8 +75,9 @@ class ModelRunner:
 
     def examine(self, pages: PromptPages, *, with_draft: bool) -> Evidence:
         """Digest every live byte of the prompt."""
-        assert self._card is not None
-        return digest_pages(self._card, self._arrays, pages, with_draft=with_draft)
+        assert self._card is not None and self._mirror is not None
+        self._mirror.pull(pages.tables)
+        return digest_pages(self._card, self._mirror.arrays, pages, with_draft=with_draft)
 
     def decode(
         self, request: KVCacheRequest, prompt: tuple[int, ...], first_token: int, draft_valid_from: int, max_new: int

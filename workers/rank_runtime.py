@@ -9,18 +9,18 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from transfer.context_endpoint import ContextEndpoint
-from transfer.copy_host import HostCopier
+from transfer.copier import Copier
 from transfer.generation_endpoint import GenerationEndpoint
-from transfer.hello import CAPABILITY_NIXL, MemoryExport, RankCard, Side
+from transfer.hello import CAPABILITY_NIXL, RankCard, Side
 from transfer.link_curve import CurveKeys
 from transfer.link_zmq import ZmqLink
 from transfer.nixl_agent import why_no_nixl
-from transfer.paths import Regions
-from transfer.peer_memory import local_regions, own_host_identity
+from transfer.peer_memory import own_host_identity
 from unikv.cache_manager import UnifiedKVCacheManager
 from unikv.errors import ConfigError, explain
 from workers.addresses import ON_LOOPBACK, LinkAddress
 from workers.config import PairConfig, SideConfig
+from workers.rank_device import make_copier, memory_export, pool_regions, rank_device, rank_reach
 from workers.routing import num_workers, place_of
 from workers.runner import Runner
 from workers.topology import (
@@ -86,13 +86,13 @@ class RankRuntime:
         """Give `runner` the pages."""
         runner.bind(self.manager, self.card)
 
-    def context_endpoint(self, on_change: Callable[[], None]) -> ContextEndpoint:
-        """Start our endpoint of the context side; it owns the transfer link from now on."""
+    def context_endpoint(self, on_change: Callable[[], None], copier: Copier | None = None) -> ContextEndpoint:
+        """Start our endpoint of the context side; it owns the transfer link, and `copier`, from now on."""
         self._endpoint = endpoint = ContextEndpoint(
             self.card,
             link=self.transfer_link,
-            regions=self._regions(),
-            copier=HostCopier(threads=self.pair.transfer.copy_threads),
+            regions=pool_regions(self.card, self.manager.pools),
+            copier=copier or make_copier(self.card.device, threads=self.pair.transfer.copy_threads),
             options=self.pair.transfer.options(),
             on_change=on_change,
         )
@@ -103,8 +103,8 @@ class RankRuntime:
         self._endpoint = endpoint = GenerationEndpoint(
             self.card,
             link=self.transfer_link,
-            regions=self._regions(),
-            copier=HostCopier(threads=self.pair.transfer.copy_threads),
+            regions=pool_regions(self.card, self.manager.pools),
+            copier=make_copier(self.card.device, threads=self.pair.transfer.copy_threads),
             options=self.pair.transfer.options(),
             on_change=on_change,
         )
@@ -134,6 +134,7 @@ class RankRuntime:
             max_seq_len=config.max_seq_len,
             pool=pool_budget(config),
             kv_layout=config.kv_layout,
+            device=rank_device(config, self.rank),
             speculation=speculation_shape(config),
             host_tier=host_tier_options(config),
             cp_size=self.position.cp,
@@ -153,10 +154,7 @@ class RankRuntime:
         return ZmqLink(self._address.bind, advertise=self._address.advertise, curve=keys, silence_s=silence_s)
 
     def _describe(self, instance: str) -> RankCard:
-        exports = [
-            None if export is None else MemoryExport(kind="memfd", pid=export.pid, fd=export.fd, inode=export.inode)
-            for export in self.manager.pools.exports()
-        ]
+        device = str(self.manager.pools.device)
         card = rank_card(
             self.pair,
             self.side,
@@ -166,14 +164,12 @@ class RankRuntime:
             incarnation=secrets.token_hex(16),
             instance=instance,
             address=self.transfer_link.address,
-            exports=exports,
+            device=device,
+            exports=[memory_export(export) for export in self.manager.pools.exports()],
             host=own_host_identity(),
+            reach=rank_reach(device),
         )
         return card if why_no_nixl() else replace(card, capabilities=(*card.capabilities, CAPABILITY_NIXL))
-
-    def _regions(self) -> Regions:
-        arrays = [self.manager.pools.numpy(storage) for storage in range(len(self.card.storages))]
-        return local_regions(self.card, arrays)
 
     def _pool_bytes(self) -> int:
         return sum(storage.numel() for storage in self.manager.pools.storages)

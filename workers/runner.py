@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from transfer.device_bytes import DeviceEvent
 from transfer.hello import RankCard
 from transfer.messages import AuxData
 from transfer.pages import SlotArray
@@ -14,8 +15,14 @@ from unikv.ids import GroupId, LayerId, RequestId
 from unikv.request import KVCacheRequest
 
 Tables = Mapping[GroupId, SlotArray]
-OnLayer = Callable[[LayerId, int], None]
-"""Told that the KV of the first so many tokens is in the pages of a layer."""
+
+
+class OnLayer(Protocol):
+    """Told that the KV of the first so many tokens is in the pages of a layer."""
+
+    def __call__(self, layer_id: LayerId, tokens: int, written: DeviceEvent | None = None) -> None:
+        """Hear of one layer; on a device its KV is there when `written` has happened."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

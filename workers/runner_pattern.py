@@ -16,8 +16,9 @@ from transfer.hello import RankCard
 from transfer.messages import AuxData
 from unikv.cache_manager import UnifiedKVCacheManager
 from unikv.errors import InternalError, SpecError, explain
-from unikv.ids import NO_PAGE, NULL_SLOT, GroupId, RequestId
+from unikv.ids import NO_PAGE, NULL_SLOT, GroupId, LayerId, RequestId
 from unikv.layer_spec import LayerOwner
+from unikv.pool_mirror import PoolMirror
 from unikv.request import KVCacheRequest
 from workers.evidence import name_missing
 from workers.page_bytes import BufferBytes, LiveUnits, buffer_bytes, live_units, missing_tokens
@@ -33,7 +34,7 @@ _SHOWN_BYTES: Final = 8
 
 
 class PatternRunner:
-    """Fills and checks pages on CPU pools."""
+    """Fills and checks pages; those on a device through a mirror of the pools in host memory."""
 
     background = True
 
@@ -51,13 +52,14 @@ class PatternRunner:
         Raises:
             SpecError: a layer, head or token number is too large for the pattern.
         """
-        arrays = [manager.pools.numpy(storage) for storage in range(len(card.storages))]
         self._manager, self._card = manager, card
-        self._buffers = tuple(buffer_bytes(card, arrays))
+        self._mirror = PoolMirror(manager.layout, manager.pools)
+        self._buffers = tuple(buffer_bytes(card, self._mirror.arrays))
         self._roles = {role_number(buffer.role): buffer.role for buffer in self._buffers}
         self._check_limits(manager.layout.max_seq_len or 0)
         for buffer in self._buffers:
             buffer.pages[NULL_SLOT + 1 :] = POISON
+        self._mirror.push_all()
 
     def prefill(
         self,
@@ -90,9 +92,11 @@ class PatternRunner:
         for buffer in self._buffers:
             slots = tables[buffer.group_id]
             buffer.pages[slots[slots != NO_PAGE]] = POISON
+        self._mirror.push(tables)
 
     def examine(self, pages: PromptPages, *, with_draft: bool) -> Evidence:
         """Compare every live row with what must be there; a page that is missing is wrong in every byte."""
+        self._mirror.pull(pages.tables)
         checked = wrong = 0
         first, whose = "", owners(pages.request_id, pages.prompt, pages.prompt_tokens)
         for buffer, live in self._live(pages, with_draft=with_draft):
@@ -122,6 +126,9 @@ class PatternRunner:
     def _write(self, pages: PromptPages, taken: Mapping[GroupId, int], on_layer: OnLayer | None) -> None:
         """Write every row that has a page, layer by layer, from the first token on that was not taken over."""
         whose = owners(pages.request_id, pages.prompt, pages.prompt_tokens)
+        marked: list[LayerId] = []
+        if any(taken.values()):
+            self._mirror.pull(pages.tables)
         buffers = sorted(self._live(pages, with_draft=True, stale=True), key=lambda pair: pair[0].layer_id)
         for layer_id, roles in groupby(buffers, key=lambda pair: pair[0].layer_id):
             for buffer, live in roles:
@@ -129,8 +136,14 @@ class PatternRunner:
                 starts = np.maximum(0, had - live.units * live.unit_tokens)
                 for index, (slot, start, end) in enumerate(zip(live.slots, starts, live.tokens, strict=True)):
                     buffer.pages[slot, :, start:end] = rows[index, :, start:end]
-            if on_layer is not None:
+            if on_layer is not None and self._mirror.on_host:
                 on_layer(layer_id, pages.prompt_tokens)
+            marked.append(layer_id)
+        if not self._mirror.on_host:
+            self._mirror.push(pages.tables)
+            if on_layer is not None:
+                for layer_id in marked:
+                    on_layer(layer_id, pages.prompt_tokens, self._mirror.mark())
 
     def _step_with_padding(self, request: KVCacheRequest, position: int) -> None:
         """Write one position as a kernel does that knows batches of a fixed size only: through the block table.
@@ -143,6 +156,7 @@ class PatternRunner:
         block, token = divmod(position, self._card.tokens_per_block)
         if block % place.cp != place.cp_rank:
             return  # another rank has it
+        self._mirror.pull(request.page_tables())
         for buffer in self._buffers:
             rows: list[RequestId | None] = [request.request_id, *[None] * self._pad_rows]
             slots = self._manager.block_table(buffer.group_id, rows)[:, block // place.cp]
@@ -155,6 +169,7 @@ class PatternRunner:
                 got, want = slots.tolist(), f"a page, then {self._pad_rows} times the null slot {NULL_SLOT}"
                 thing = f"request {request.request_id} group {buffer.group_id}"
                 raise InternalError(explain(thing, "slots of a padded step", got, want, "report it"))
+        self._mirror.push(request.page_tables())
 
     def _live(
         self, pages: PromptPages, *, with_draft: bool, stale: bool = False

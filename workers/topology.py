@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from itertools import product
 from typing import Final
 
@@ -121,14 +122,25 @@ def check_carrier(pair: PairConfig) -> None:
 
 
 def check_device(side: SideConfig) -> None:
-    """Check that this release runs workers on a side's device.
+    """Check that this machine has a side's device, and the libraries to use it. Loads torch for CUDA alone.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: it has not.
     """
-    if side.device != "cpu":
-        cure = "set device: cpu; the device copier is not part of this release"
-        raise ConfigError(explain(f"{side.side} worker", "device", side.device, "cpu", cure))
+    if side.device == "cpu":
+        return
+    from unikv.buffers import device_count  # noqa: PLC0415 - loads torch
+
+    thing, found = f"{side.side} worker", device_count()
+    if not found:
+        cure = "set device: cpu, or run where torch finds a GPU"
+        raise ConfigError(explain(thing, "device", side.device, "a CUDA device, and torch finds none", cure))
+    if side.devices is not None and max(side.devices) >= found:
+        want = f"numbers in [0, {found})"
+        raise ConfigError(explain(thing, "devices", list(side.devices), want, "list devices that torch finds"))
+    if find_spec("cupy") is None:
+        cure = "install the extra for this machine's driver: unikv[cuda12] or unikv[cuda13]"
+        raise ConfigError(explain(thing, "device", side.device, "CuPy, which runs the copies", cure))
 
 
 def host_tier_options(side: SideConfig) -> HostTierOptions | None:
@@ -169,6 +181,7 @@ def rank_card(  # noqa: PLR0913 - a card states many facts, and each has one sou
     device: str = "",
     exports: Sequence[MemoryExport | None] | None = None,
     host: HostIdentity | None = None,
+    reach: Sequence[str] = (),
 ) -> RankCard:
     """Return the card of one rank; without the keyword arguments that of a dry run.
 
@@ -176,7 +189,7 @@ def rank_card(  # noqa: PLR0913 - a card states many facts, and each has one sou
         pair, side, position: which rank of what.
         layout: the rank's layout, where it is there already.
         num_slots: slots per layer group that were really allocated.
-        incarnation, instance, address, device, exports, host: as in `transfer.cards.build_card`.
+        incarnation, instance, address, device, exports, host, reach: as in `transfer.cards.build_card`.
 
     Raises:
         ConfigError: as `rank_specs` and `pool_slots`.
@@ -201,6 +214,7 @@ def rank_card(  # noqa: PLR0913 - a card states many facts, and each has one sou
         host=host,
         checksum=pair.transfer.checksum,
         layer_bands=max(1, pair.transfer.layer_bands),
+        reach=reach,
     )
 
 

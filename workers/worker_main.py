@@ -15,6 +15,7 @@ from workers.config import HFRunnerConfig, PairConfig
 from workers.context import ContextWorker
 from workers.dry_pair import judge
 from workers.generation import GenerationWorker
+from workers.rank_device import rank_device
 from workers.rank_runtime import RankRuntime, check_rank
 from workers.rendezvous import Rendezvous, host_of
 from workers.routing import place_of
@@ -52,7 +53,7 @@ def run_worker(
     with ExitStack() as stack:
         meet = Rendezvous.serve if serve else Rendezvous.join
         rendezvous = stack.enter_context(meet(rendezvous_url))
-        runner = make_runner(pair, side)
+        runner = make_runner(pair, side, rank)
         instance, _ = place_of(pair.side(side), rank)
         runtime = stack.enter_context(RankRuntime(pair, side, rank, instance=f"{side}-{instance}", address=address))
         runtime.bind(runner)
@@ -79,11 +80,12 @@ def _judge(pair: PairConfig, side: Side) -> None:
         _log.warning("draft KV does not travel: %s", "; ".join(dict.fromkeys(filter(None, reasons))))
 
 
-def make_runner(pair: PairConfig, side: Side) -> Runner:
-    """Return the runner the pair file names; loading a model takes seconds."""
+def make_runner(pair: PairConfig, side: Side, rank: int = 0) -> Runner:
+    """Return the runner the pair file names, on the rank's device; loading a model takes seconds."""
     if isinstance(pair.runner, HFRunnerConfig):
         from workers.model_worker import ModelRunner, load_runner  # noqa: PLC0415 - transformers is an extra
 
         _log.info("loading %s", pair.runner.model)
-        return ModelRunner(load_runner(pair.runner, pair.side(side)), chunk_tokens=pair.runner.chunk_tokens)
+        model = load_runner(pair.runner, pair.side(side), device=rank_device(pair.side(side), rank))
+        return ModelRunner(model, chunk_tokens=pair.runner.chunk_tokens)
     return PatternRunner(pad_rows=pair.runner.pad_rows)

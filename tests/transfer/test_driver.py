@@ -26,6 +26,7 @@ class ScriptedEngine:
         self.on_turn: Callable[[], None] = lambda: None
         self.turns, self.told = 0, []
         self.is_drained = True
+        self.is_expecting = True
         self.handles = [TransferHandle(RequestId(number)) for number in range(3)]
         self.threads: set[int] = set()
 
@@ -35,6 +36,12 @@ class ScriptedEngine:
         self.link.poll(timeout_s)
         self.on_turn()
         return False
+
+    def copying(self) -> bool:
+        return False
+
+    def expecting(self) -> bool:
+        return self.is_expecting
 
     def shut_down(self, reason: str) -> None:
         self.told.append(f"shut down: {reason}")
@@ -221,6 +228,36 @@ def test_a_callback_that_fails_harms_nobody() -> None:
     handle.decide(Outcome(request_id=RequestId(1), reason="why not"))
     handle.settle_quiet()
     assert handle.outcome is not None and not handle.outcome.ok and handle.quiet
+
+
+@pytest.mark.parametrize("expecting", [True, False])
+def test_an_engine_that_had_something_to_do_is_watched_for_a_while_where_that_is_asked_for(
+    engine: ScriptedEngine, expecting: bool
+) -> None:
+    waits: list[float] = []
+    enough = threading.Event()
+    poll = engine.link.poll
+
+    def noting(timeout_s: float) -> bool:
+        waits.append(timeout_s)
+        if len(waits) >= 3:
+            enough.set()
+        poll(min(timeout_s, 0.001))
+        return False
+
+    def start() -> None:
+        waits.clear()
+        enough.clear()
+
+    engine.turn = noting  # type: ignore[method-assign]
+    engine.is_expecting = expecting
+    driver = TransferDriver(engine, name="test-driver", watch_s=60.0)
+    try:
+        driver.call(start)
+        assert enough.wait(10.0)
+        assert (max(waits[1:3]) == 0.0) is expecting
+    finally:
+        driver.close("the test is over")
 
 
 def test_a_thread_that_does_not_end_in_time_is_not_called_over(

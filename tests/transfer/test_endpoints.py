@@ -345,3 +345,31 @@ def test_one_request_id_is_used_once(world: World) -> None:
     client.receive(RequestId(9), tables(generation.layout, 9, 1), 9, instance=instance)
     with pytest.raises(LocalProtocolError, match="request 9"):
         client.receive(RequestId(9), tables(generation.layout, 9, 1), 9, instance=instance)
+
+
+def test_several_requests_are_asked_for_in_one_call(world: World) -> None:
+    context, generation = (world.rank(side, ParallelPosition()) for side in (Side.CONTEXT, Side.GENERATION))
+    server, client = world.context(context), world.generation(generation)
+    instance = client.connect([context.card.address])
+    work = [(RequestId(n), tables(generation.layout, 9, 20 + 2 * n), 9) for n in range(3)]
+    for number in range(3):
+        source = tables(context.layout, 9, 1 + 2 * number)
+        fill(context, source, 9)
+        server.publish(RequestId(number), source, 9)
+    handles = client.receive_all(work, instance=instance)
+    assert [handle.request_id for handle in handles] == [0, 1, 2]
+    for handle, (_, table, _) in zip(handles, work, strict=True):
+        outcome = handle.wait(20)
+        assert outcome is not None and outcome.ok, outcome
+        assert wrong_rows(generation, table, 9, window_start=0) == []
+
+
+def test_of_several_requests_none_stays_open_where_one_is_refused(world: World) -> None:
+    context, generation = (world.rank(side, ParallelPosition()) for side in (Side.CONTEXT, Side.GENERATION))
+    world.context(context)
+    client = world.generation(generation)
+    instance = client.connect([context.card.address])
+    table = tables(generation.layout, 9, 1)
+    with pytest.raises(LocalProtocolError, match="request 4"):
+        client.receive_all([(RequestId(4), table, 9), (RequestId(4), table, 9)], instance=instance)
+    assert client.close(drain_s=10.0)

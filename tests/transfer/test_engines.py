@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from transfer import context_requests
+from transfer import context_moves, context_requests
 from transfer.context_door import MAX_STRANGERS
 from transfer.context_engine import ContextEngine
 from transfer.copier import CopyJob, CopyTicket
@@ -1350,7 +1350,7 @@ def test_a_last_word_waits_for_the_chunks_before_it(staged_world: World) -> None
     context, generation = staged_world.pair(None, copier)
     got, sent = receive(generation, 1, context), publish(context, 1)
     staged_world.settle()
-    assert reason_of(sent) == "" and got.outcome is None and generation.turn()
+    assert reason_of(sent) == "" and got.outcome is None and generation.engine.copying()
     copier.open = True
     staged_world.settle(2)
     assert reason_of(got) == "" and got.quiet
@@ -1455,3 +1455,31 @@ def test_an_abandoned_engine_decides_everything_and_calls_nothing_quiet(world: W
         node.engine.abandon("the device fell off the bus")
     assert reason_of(sent) == reason_of(got) == pending.refusal == "the device fell off the bus"
     assert not sent.quiet and not got.quiet
+
+
+# --- many moves towards one peer --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ending", ["served", "cancelled"])
+def test_more_moves_than_run_at_a_time_all_end_in_order(
+    world: World, ending: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(context_moves, "RUNNING_PER_PEER", 2)
+    copier = GatedCopier(passing=0) if ending == "cancelled" else None
+    context, generation = world.pair(copier)
+    got = [receive(generation, number, context, first_slot=20) for number in range(1, 7)]
+    sent = [publish(context, number) for number in range(1, 7)]
+    world.settle(4)
+    assert len(context.engine._moves.running()) <= 2
+    assert world.path is PathKind.NIXL or not context.engine.drained()  # that carrier is waited for
+    if ending == "cancelled":  # those whose turn has not come hear it at once
+        for number in range(3, 7):
+            generation.engine.cancel(RequestId(number), "nobody wants it")
+        world.settle()
+        assert [handle.quiet for handle in got] == [False] * 2 + [True] * 4
+        assert copier is not None
+        copier.open = True
+    world.settle(200)
+    assert [reason_of(handle) == "" for handle in got] == [True] * 2 + [ending == "served"] * 4
+    assert all(handle.quiet for handle in (*got, *sent)) and context.engine.drained()
+    assert len(context.engine._moves) == 0 and not context.engine._moves._at_peer and not context.engine._moves._queued

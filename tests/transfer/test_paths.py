@@ -15,7 +15,8 @@ from transfer.hello import CAPABILITY_NIXL, PathKind, Side
 from transfer.link import Frame, SendTicket
 from transfer.messages import Berth
 from transfer.pages import PagePairs, pair_pages
-from transfer.paths import CREDITS, Batch, BatchQueue, CopyInFlight, DirectMove, MoveState, StagedMove, choose_path
+from transfer.path_choice import choose_path
+from transfer.paths import CREDITS, Batch, BatchQueue, CopyInFlight, DirectMove, MoveState, StagedMove
 from transfer.plan import CopyProgram, compile_program
 from transfer.staging import HostChunkPool
 from transfer.testing_ranks import GatedCopier, SmallRank

@@ -158,9 +158,19 @@ class Sessions(RuleBasedStateMachine):
 
     # --- callers --------------------------------------------------------------------------------------------------
 
-    @rule(request=REQUEST, early=st.booleans(), late=st.booleans(), rounds=st.integers(0, 5))
-    def serve(self, request: int, early: bool, late: bool, rounds: int) -> None:
-        """Begin a request everywhere, and let it go on for a while."""
+    @rule(
+        request=REQUEST,
+        early=st.booleans(),
+        late=st.booleans(),
+        rounds=st.integers(0, 8),
+        fault=st.sampled_from([*Fault][:4]),
+        passing=st.integers(0, 6),
+    )
+    def serve(self, request: int, early: bool, late: bool, rounds: int, fault: Fault, passing: int) -> None:
+        """Begin a request everywhere, and let it go on for a while; `fault` befalls a message of a context rank."""
+        messages = self.contexts()[0].messages
+        messages.disarm()
+        messages.arm(*[Fault.PASS] * passing, fault)
         for number in range(self.tp):
             if late:
                 self.receive(request, number)

@@ -205,7 +205,10 @@ def test_pools_on_cuda():
     with opened(layout, (5, 3), device="cuda:0") as pools:
         assert all(storage.is_cuda and not storage.any() for storage in pools.storages)
         assert all(storage.data_ptr() % BASE_ALIGNMENT_BYTES == 0 for storage in pools.storages)
-        assert pools.exports() == (None, None)
+        exports = pools.exports()
+        assert [export.size_bytes for export in exports] == [storage.numel() for storage in pools.storages]
+        assert len({export.handle for export in exports}) == 2 and all(len(e.handle) == 64 for e in exports)
+        assert {export.offset_bytes for export in exports} == {0} and {len(e.device_uuid) for e in exports} == {32}
         view = pools.tensor(kv_geometry(layout, LayerId(0), 5))
         view[3, 1].fill_(1.0)
         raw = pools.storages[0].cpu().numpy()

@@ -103,7 +103,7 @@ def test_the_file_may_stand_on_either_side_of_the_pair(unikv: Run, words: str, n
         ("unknown-key", r"layers\[0\]\.head_dims is an unknown key, expected one of .*did you mean 'head_dim'\?"),
         ("wrong-type", "tokens_per_block is 'thirty-two', expected an integer"),
         ("odd-draft-heads", r"layers\[1\] \(draft, tp=2\): kv_heads is 3, expected a multiple of tp=2"),
-        ("not-there", "file is 'missing', expected a file, or one of the presets host-direct, host-slices, pattern-"),
+        ("not-there", "file is 'missing', expected a file, or one of the presets gpu-direct, "),
     ],
 )
 @pytest.mark.parametrize("command", ["layout", "size", "check", "plan", "pages"])

@@ -137,4 +137,4 @@ def test_a_worker_that_dies_at_start_ends_the_run_with_the_end_of_its_log(
     other = write_pair("other", generation__pool={"pages": 24}, generation__device="cuda")
     with pytest.raises(LinkBrokenError, match=r"generation rank 0 ended during start \(exit code 64\):") as caught:
         RunningPair(pair, [other])
-    assert "generation worker: device is 'cuda', expected cpu; set device: cpu" in str(caught.value)
+    assert "generation worker: device is 'cuda', expected a CUDA device, and torch finds none; " in str(caught.value)
