@@ -42,7 +42,7 @@ FENCES: dict[str, tuple[str, ...]] = {
     "msgpack": ("transfer/wire.py",),
     "zmq": ("transfer/link_zmq.py", "transfer/link_sockets.py", "transfer/link_curve.py"),
     "cupy": ("transfer/copy_cupy.py",),
-    "nixl": ("transfer/carrier_nixl.py",),
+    "nixl": ("transfer/nixl_agent.py",),
     "pydantic": ("workers/*.py",),
     "yaml": ("workers/*.py",),
     "typer": ("workers/*.py",),

@@ -29,6 +29,7 @@ from transfer.messages import (
     Goodbye,
     Hello,
     StageTimes,
+    Vacate,
     Withdraw,
 )
 from transfer.options import TransferOptions
@@ -50,7 +51,7 @@ class ContextEngine:
         self._exchange = Exchange(link, card)
         self._card, self._options, self._clock = card, options, clock
         self._peers = ContextPeers(card)
-        self._moves = MoveQueue(regions, copier, options)
+        self._moves = MoveQueue(regions, copier, options, f"context-{card.instance}-{card.rank}")
         self._requests = RequestBook()
         self._work = ContextWork(self._exchange, self._peers, self._moves, self._requests, clock)
         self._door = ContextDoor(self._exchange, self._peers, on_lost=self._on_lost, touches=self._moves.touches)
@@ -153,7 +154,8 @@ class ContextEngine:
         """Handle what arrived, do one chunk of work; return whether more work is runnable."""
         self._exchange.events(timeout_s, self._on_message, self._door.gone)
         self._watch_time(self._clock())
-        busy = self._work.advance()
+        flying = self._moves.carriers.poll()  # first: it may let a move go on
+        busy = self._work.advance() or flying
         self._door.let_go()
         if self._door.answer_hellos():
             self._expect_again()
@@ -191,6 +193,8 @@ class ContextEngine:
                 self._on_withdraw(message, key)
             case Credit():
                 self._on_credit(message, key)
+            case Vacate():
+                self._moves.carriers.vacate(key, message.serials)
             case Goodbye():
                 self._door.goodbye(key, message.reason)
             case _:
@@ -293,6 +297,7 @@ class ContextEngine:
 
     def _on_lost(self, key: PeerKey, reason: str) -> bool:
         was_busy = False
+        self._moves.carriers.leave(key, reason)
         for request in self._requests:
             if key in request.legs or key in (self._expected_by(request) or ()):
                 was_busy |= request.session.leg(key) not in ENDED_LEGS

@@ -9,6 +9,7 @@ from typing import Final
 
 import numpy as np
 
+from transfer.carriers import SourceManager
 from transfer.context_peers import GenerationPeer
 from transfer.context_requests import ContextRequest
 from transfer.copier import Copier, is_asynchronous, together
@@ -19,8 +20,6 @@ from transfer.messages import Ask
 from transfer.options import TransferOptions
 from transfer.pages import PagePairs, SlotArray, page_ends, pair_pages
 from transfer.paths import BatchQueue, DirectMove, Move, Regions, SendChunk, StagedMove, layers_by_pair
-from transfer.staging import HostChunkPool
-from transfer.wire import MAX_PAYLOAD_BYTES
 from unikv.errors import RemoteProtocolError, explain
 from unikv.ids import GroupId
 
@@ -46,16 +45,15 @@ class MoveQueue:
     """Makes moves over our regions and keeps them in the order in which they may run.
 
     Attributes:
-        chunks: staging chunks of all moves.
+        carriers: what brings staged chunks to peers.
         asynchronous: copies run while the host goes on, so that several moves may be under way.
     """
 
-    def __init__(self, regions: Regions, copier: Copier, options: TransferOptions) -> None:
+    def __init__(self, regions: Regions, copier: Copier, options: TransferOptions, name: str) -> None:
         self._regions, self._copier, self._options = regions, copier, options
-        chunk_bytes = min(options.chunk_bytes, MAX_PAYLOAD_BYTES)
         self.asynchronous = is_asynchronous(copier)
         make = copier.host_chunk if isinstance(copier, DeviceCopier) else None
-        self.chunks = HostChunkPool(chunks=options.staging_chunks, chunk_bytes=chunk_bytes, make=make)
+        self.carriers = SourceManager(options, name, make)
         self._running: dict[_MoveKey, tuple[ContextRequest, PeerKey]] = {}
         self._queued: dict[PeerKey, dict[_MoveKey, tuple[ContextRequest, PeerKey]]] = {}
         self._at_peer: Counter[PeerKey] = Counter()
@@ -127,6 +125,7 @@ class MoveQueue:
         Raises:
             RemoteProtocolError: the ask does not fit the prompt or the program.
             LocalProtocolError: our side lacks a page that is wanted.
+            ConfigError: the carrier of the peer's path does not start.
         """
         if ask.prompt_tokens != request.prompt_tokens:
             want = f"{request.prompt_tokens}, as on the context side"
@@ -134,13 +133,14 @@ class MoveQueue:
             raise RemoteProtocolError(explain(thing, "prompt_tokens", ask.prompt_tokens, want, "send the same prompt"))
         pages = self._pair(request, {table.group_id: table.slots for table in ask.tables}, peer)
         if peer.memory is None:
-            todo = self._queue(request, ask, peer, pages, self.chunks.chunk_bytes)
+            carrier = self.carriers.source(peer.key, peer.path, ask.landing)
+            todo = self._queue(request, ask, peer, pages, carrier.chunk_bytes)
             return StagedMove(
                 peer.program,
                 pages,
                 source=self._regions,
                 copier=self._copier,
-                chunks=self.chunks,
+                carrier=carrier,
                 todo=todo,
                 send=send,
             )
@@ -194,7 +194,8 @@ class MoveQueue:
         )
 
     def close(self) -> None:
-        """Free the copier."""
+        """Free the copier and the carriers."""
+        self.carriers.close()
         self._copier.close()
 
 

@@ -10,7 +10,7 @@ from transfer.exchange import PeerKey
 from transfer.gate_report import DraftKV, GateReport
 from transfer.hello import PathKind, RankCard
 from transfer.messages import HelloAck, HelloNack
-from transfer.paths import choose_path
+from transfer.path_choice import choose_path
 from transfer.peer_memory import PeerMemory
 from transfer.plan import CopyProgram, Lane
 from unikv.errors import UnikvError

@@ -11,7 +11,7 @@ from transfer.context_requests import ContextRequest, RequestBook
 from transfer.context_session import Action, Do, Leg
 from transfer.exchange import Clock, Exchange, PeerKey
 from transfer.link import Frame, SendTicket
-from transfer.messages import Ask, CancelAck, Chunk, Done, Failed, StageTimes
+from transfer.messages import Ask, Berth, CancelAck, Chunk, Done, Failed, StageTimes
 from transfer.outcome import LegReport, Outcome
 from transfer.paths import Batch, MoveState, SendChunk
 from unikv.errors import LinkBrokenError, UnikvError
@@ -116,7 +116,7 @@ class ContextWork:
         self._moves.add(request, key)
 
     def _chunk_sender(self, ask: Ask, peer: GenerationPeer) -> SendChunk:
-        def send(batch: Batch, payload: Frame) -> SendTicket:
+        def send(batch: Batch, payload: Frame, berth: Berth | None) -> SendTicket:
             chunk = Chunk(
                 request_id=ask.request_id,
                 epoch=ask.epoch,
@@ -124,6 +124,7 @@ class ContextWork:
                 first_page=batch.first,
                 pages=batch.count,
                 payload=memoryview(payload),
+                berth=berth,
             )
             ticket = self._exchange.send(peer.card.address, chunk)
             if ticket is None:

@@ -35,6 +35,7 @@ class Delivery:
         self._pages: dict[int, PagePairs] = {}
         self._running: list[tuple[CopyInFlight, Chunk]] = []
         self._landed_chunks = 0
+        self._vacant: list[int] = []
         self._failure = ""
         self._in_doubt = False
 
@@ -89,6 +90,7 @@ class Delivery:
             copy.start(copier, job)
         except Exception as error:
             self._note(copy, error)
+            self._vacate(copy, chunk)
             raise
         self._running.append((copy, chunk))
         self._scattered[chunk.pair] += chunk.pages
@@ -101,9 +103,12 @@ class Delivery:
                 over = copy.landed()
             except Exception as error:
                 self._note(copy, error)
+                self._vacate(copy, chunk)
                 continue
             self._landed_chunks += over
-            if not over:
+            if over:
+                self._vacate(copy, chunk)
+            else:
                 still.append((copy, chunk))
         self._running = still
         return not still
@@ -113,6 +118,17 @@ class Delivery:
         self.landed()
         chunks, self._landed_chunks = self._landed_chunks, 0
         return chunks
+
+    def take_vacant(self) -> tuple[int, ...]:
+        """Return the serials of the berths that were read since the last call, or will not be."""
+        self.landed()
+        serials, self._vacant = tuple(self._vacant), []
+        return serials
+
+    def refuse(self, chunk: Chunk) -> None:
+        """Take note of a chunk that is not scattered: its berth, if it has one, is vacant."""
+        if chunk.berth is not None:
+            self._vacant.append(chunk.berth.serial)
 
     def audit(self, account: Sequence[PairAccount]) -> str:
         """Return what is wrong with the peer's account or our copies, or "" when all is as we planned."""
@@ -133,6 +149,10 @@ class Delivery:
     def _note(self, copy: CopyInFlight, error: Exception) -> None:
         self._failure = self._failure or f"a chunk of context rank {self.peer.card.rank} was not copied: {error}"
         self._in_doubt |= copy.in_doubt
+
+    def _vacate(self, copy: CopyInFlight, chunk: Chunk) -> None:
+        if not copy.in_doubt:
+            self.refuse(chunk)
 
     def _all_pages(self, number: int) -> PagePairs:
         """Return all pages of one group pair, worked out once."""

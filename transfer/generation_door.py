@@ -10,7 +10,7 @@ from transfer.exchange import Exchange, PeerKey
 from transfer.generation_peers import ContextPeer, Registration, accept
 from transfer.hello import PathKind, RankCard
 from transfer.link import PeerGone
-from transfer.messages import Goodbye, Hello, HelloAck, HelloNack
+from transfer.messages import Goodbye, Hello, HelloAck, HelloNack, Vacate
 from transfer.peer_memory import process_is_gone
 from unikv.errors import LinkBrokenError, LocalProtocolError, RemoteProtocolError, UnikvError, explain
 
@@ -79,6 +79,12 @@ class GenerationDoor:
                 explain(f"context rank at {address}", "registration", got, "accepted", "connect to the instance first")
             )
         return registration.peer
+
+    def tell(self, key: PeerKey, message: Vacate) -> None:
+        """Send something to a peer, unless it is none any more."""
+        peer = self._known(key)
+        if peer is not None:
+            self._exchange.send(peer.address, message)
 
     def answered(self, answer: HelloAck | HelloNack, key: PeerKey) -> None:
         """A context rank answered a hello.

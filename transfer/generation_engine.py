@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Final
 
+from transfer.carriers import SinkManager
 from transfer.copier import Copier
 from transfer.deadlines import DeadlineManager, Pace
 from transfer.delivery import Delivery
@@ -30,6 +31,7 @@ from transfer.messages import (
     HelloAck,
     HelloNack,
     Reregister,
+    Vacate,
 )
 from transfer.options import TransferOptions
 from transfer.outcome import Outcome, TransferHandle
@@ -58,6 +60,7 @@ class GenerationEngine:
             self._exchange, self._requests, regions, copier, clock, max_draft_tokens=max(0, room)
         )
         self._door = GenerationDoor(self._exchange, card, self)
+        self._sinks = SinkManager(options, card)
         self._leads = card.position.leads_group
         self._restless: dict[RequestId, None] = {}
         self._deadlines, self._reminders = DeadlineManager(), Pace(REMIND_S)
@@ -141,11 +144,15 @@ class GenerationEngine:
         self._door.give_up(reason)
         self._door.say_goodbye(reason)
         self._copier.close()
+        self._sinks.close()
 
     # --- one turn -------------------------------------------------------------------------------------------------
 
     def turn(self, timeout_s: float) -> bool:
         """Handle what arrived, settle what has landed; return whether more work is runnable."""
+        self._sinks.progress()
+        if self._requests:
+            timeout_s = min(timeout_s, self._sinks.longest_sleep_s)
         self._exchange.events(timeout_s, self._on_message, self._door.gone)
         self._copying = self._look_after()
         self._watch_time(self._clock())
@@ -188,7 +195,9 @@ class GenerationEngine:
                 self._door.reregister(key, message.reason)
             case Goodbye():
                 self._door.goodbye(key, message.reason)
-            case Chunk() | Done() | Failed() | CancelAck():
+            case Chunk():
+                self._on_request_message(self._sinks.read(message, key), key)
+            case Done() | Failed() | CancelAck():
                 self._on_request_message(message, key)
             case _:
                 self._exchange.refuse("unexpected", f"{type(message).__name__} does not go to a generation rank")
@@ -197,7 +206,7 @@ class GenerationEngine:
         request = self._requests.get(message.request_id)
         leg = request.session.leg(key) if request is not None and request.session.epoch == message.epoch else None
         if request is None or leg in (None, *ENDED_LEGS) or (key in request.settling and isinstance(message, Chunk)):
-            self._on_late(message)
+            self._on_late(message, key)
             return
         match message:
             case Chunk():
@@ -211,7 +220,9 @@ class GenerationEngine:
             case CancelAck():
                 self._work.do(request, partial(request.session.cancel_acked, key))
 
-    def _on_late(self, message: Chunk | Done | Failed | CancelAck) -> None:
+    def _on_late(self, message: Chunk | Done | Failed | CancelAck, key: PeerKey) -> None:
+        if isinstance(message, Chunk) and message.berth is not None:
+            self._door.tell(key, Vacate(serials=(message.berth.serial,)))
         text = f"{type(message).__name__} for request {message.request_id}, which is not open"
         if isinstance(message, CancelAck):
             _log.debug("%s: the peer's last word crossed our cancel", text)
@@ -234,6 +245,7 @@ class GenerationEngine:
             reply_to=self.link.address,
             prompt_tokens=prompt_tokens,
             tables=tuple(GroupTable(group_id=group, slots=tables[group]) for group in sorted(groups & set(tables))),
+            landing=self._sinks.landing(peer),
         )
 
     # --- what the door tells --------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from transfer.delivery import Delivery
 from transfer.exchange import Clock, Exchange, PeerKey
 from transfer.generation_session import ENDED_LEGS, Action, Do, GenerationSession, Leg
 from transfer.link import Frame
-from transfer.messages import AuxData, Cancel, Chunk, Credit, Done, StageTimes, Withdraw
+from transfer.messages import AuxData, Cancel, Chunk, Credit, Done, StageTimes, Vacate, Withdraw
 from transfer.outcome import LegReport, Outcome, TransferHandle
 from transfer.paths import Regions
 from unikv.errors import RemoteProtocolError, UnikvError
@@ -89,8 +89,10 @@ class GenerationWork:
     def receive(self, request: GenerationRequest, chunk: Chunk, key: PeerKey) -> None:
         """Copy one chunk into our pages; a chunk that is wrong ends the request."""
         self.do(request, partial(request.session.heard, key))
-        if request.session.leg(key) is not Leg.ASKED:
-            return  # it crossed our cancel; the pages are not to be written any more
+        if request.session.leg(key) is not Leg.ASKED:  # it crossed our cancel; pages are not to be written any more
+            request.deliveries[key].refuse(chunk)
+            self._vacate(request.deliveries[key])
+            return
         try:
             self._attended.add(request.session.request_id)
             request.deliveries[key].scatter(chunk, self._regions, self._copier)
@@ -127,6 +129,7 @@ class GenerationWork:
     def _look_after(self, request: GenerationRequest) -> bool:
         copying = False
         for key, delivery in request.deliveries.items():
+            self._vacate(delivery)  # before the credit, which lets the next chunk come
             self._return_credits(request, key, delivery.take_landed())
             if delivery.failure and key not in request.settling and not request.session.failed:
                 self.do(request, partial(request.session.cancel, delivery.failure))
@@ -187,6 +190,10 @@ class GenerationWork:
             session = request.session
             credit = Credit(request_id=session.request_id, epoch=session.epoch, chunks=chunks)
             self._exchange.send(request.deliveries[key].peer.address, credit)
+
+    def _vacate(self, delivery: Delivery) -> None:
+        if serials := delivery.take_vacant():
+            self._exchange.send(delivery.peer.address, Vacate(serials=serials))
 
     def _settle(self, request: GenerationRequest, key: PeerKey) -> None:
         done, session = request.settling.pop(key), request.session
@@ -252,6 +259,8 @@ class GenerationWork:
         request_id = request.session.request_id
         if all(delivery.quiet for delivery in request.deliveries.values()):
             request.releasing = False
+            for delivery in request.deliveries.values():
+                self._vacate(delivery)
             self._attended.discard(request_id)
             del self._requests[request_id]
             request.handle.settle_quiet()

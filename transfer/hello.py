@@ -16,6 +16,8 @@ from unikv.views import KVView
 
 PROTOCOL_VERSION: Final = 1
 CAPABILITY_PER_VIEW_HEADS: Final = "per_view_heads"
+CAPABILITY_NIXL: Final = "nixl"
+"""Chunks can be carried by NIXL: its package is installed here."""
 
 
 class Side(StrEnum):

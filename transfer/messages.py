@@ -9,6 +9,7 @@ HelloNack       context -> generation    the gate's report, complete
 Ask             generation -> context    I reserved these pages; move request R into them
 Chunk           context -> generation    staged bytes of R (packed pages)
 Credit          generation -> context    one chunk of R is scattered, send another
+Vacate          generation -> context    these berths were read and may be written again
 Done            context -> generation    everything of R has landed (or been sent); the account; aux data
 Failed          context -> generation    R will not be completed by me, I touch its pages no more
 Cancel          generation -> context    stop R
@@ -110,18 +111,40 @@ class HelloNack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """`reply_to` is our link's address: a context rank that does not know us (any more) answers there."""
+    """`reply_to` is our link's address: a context rank that does not know us (any more) answers there.
+
+    `landing` says where the berths for its chunks are, on a path that has any; only carriers read it.
+    """
 
     request_id: RequestId
     epoch: int
     reply_to: str
     prompt_tokens: int
     tables: tuple[GroupTable, ...]
+    landing: bytes = b""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Berth:
+    """Where a chunk was written on the generation rank.
+
+    Attributes:
+        index: number of the berth.
+        serial: number of this use of it, by which it is vacated; the context rank gives each once.
+        bytes: how many bytes are in it.
+    """
+
+    index: int
+    serial: int
+    bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """`pages` packed pages of group pair `pair`, the first of them being page pair number `first_page`."""
+    """`pages` packed pages of group pair `pair`, the first of them being page pair number `first_page`.
+
+    Their bytes are the payload, or, with an empty payload, in `berth` already.
+    """
 
     request_id: RequestId
     epoch: int
@@ -129,6 +152,7 @@ class Chunk:
     first_page: int
     pages: int
     payload: memoryview
+    berth: Berth | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +162,13 @@ class Credit:
     request_id: RequestId
     epoch: int
     chunks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vacate:
+    """The generation rank has read these berths, or will not. It says so of every chunk that was announced to it."""
+
+    serials: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,6 +246,7 @@ Message = (
     | Ask
     | Chunk
     | Credit
+    | Vacate
     | Done
     | Failed
     | Cancel

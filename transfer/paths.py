@@ -7,25 +7,24 @@ first step until `quiet`; stopping a move keeps it from starting further copies,
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import partial
 from typing import Final, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from transfer.carrier import ChunkSource, Parcel
 from transfer.copier import Copier, CopyJob, CopyTicket, Region
 from transfer.device_bytes import DeviceEvent
-from transfer.gate_checks import why_not_direct
-from transfer.gate_facts import header_facts
-from transfer.hello import PathKind, RankCard
 from transfer.link import Frame, SendTicket
-from transfer.messages import PairAccount
+from transfer.messages import Berth, PairAccount
 from transfer.pages import PagePairs, gather_pages
 from transfer.plan import CopyProgram, Lane, gather_lanes
-from transfer.staging import ChunkPool
-from unikv.errors import CopyError, IncompatiblePeerError, UnikvError
+from unikv.errors import CopyError, UnikvError
 from unikv.ids import GroupId, LayerId
 
 _T = TypeVar("_T")
@@ -35,24 +34,6 @@ Regions = Mapping[GroupId, Mapping[int, Region]]
 
 CREDITS: Final = 4
 """Chunks of one request a context rank may have under way to one generation rank before it hears of their arrival."""
-
-
-def choose_path(context: RankCard, generation: RankCard) -> tuple[PathKind, str]:
-    """Return the path this pair of ranks takes, and the reason for the log.
-
-    Raises:
-        IncompatiblePeerError: the path that was asked for cannot be taken; a slower one is never taken silently.
-    """
-    asked = context.path
-    hindrance = why_not_direct(header_facts(context), header_facts(generation))
-    if asked is PathKind.ZMQ:
-        return PathKind.ZMQ, "asked for"
-    if asked is PathKind.AUTO:
-        return (PathKind.ZMQ, hindrance) if hindrance else (PathKind.DIRECT, "the peer's pools can be mapped")
-    if asked is PathKind.DIRECT and not hindrance:
-        return PathKind.DIRECT, "asked for"
-    why = hindrance or f"this release carries no {asked} path"
-    raise IncompatiblePeerError(f"path {asked} is not possible", mismatches=(f"{why}; set transfer.path: auto",))
 
 
 class MoveState(Enum):
@@ -317,8 +298,8 @@ class DirectMove:
         return self._ledger.account()
 
 
-SendChunk = Callable[[Batch, Frame], SendTicket]
-"""Sends one chunk of packed pages to the peer this move is for."""
+SendChunk = Callable[[Batch, Frame, Berth | None], SendTicket]
+"""Sends the message of one chunk of packed pages to the peer this move is for, with its bytes or where they are."""
 
 
 class StagedMove:
@@ -331,19 +312,20 @@ class StagedMove:
         *,
         source: Regions,
         copier: Copier,
-        chunks: ChunkPool,
+        carrier: ChunkSource,
         todo: BatchQueue,
         send: SendChunk,
     ) -> None:
         self._program, self._pages, self._source = program, pages, source
         self._lanes = tuple(gather_lanes(program, number) for number in range(len(program.pairs)))
-        self._copier, self._chunks, self._send = copier, chunks, send
+        self._copier, self._carrier, self._chunks, self._send = copier, carrier, carrier.chunks, send
         self._todo = todo
         self._next: Batch | None = None
         self._ledger = _Ledger(program)
         self._credits = CREDITS
         self._copy = CopyInFlight()
         self._gathering: tuple[Batch, NDArray[np.uint8]] | None = None
+        self._parcels: deque[Parcel] = deque()
         self._stopped = False
 
     @property
@@ -360,10 +342,13 @@ class StagedMove:
         """Send the chunk that is gathered, or gather the next one."""
         if self._gathering is not None:
             return self._send_gathered()
+        self._see_parcels()
         self._next = self._next or (None if self._stopped else self._todo.take())
         if self._stopped or self._next is None:
-            return MoveState.DONE if self._stopped or self._todo.over else MoveState.WAITING
-        if not self._credits:
+            # The last word must not come before the last chunk.
+            over = self._stopped or (self._todo.over and not self._parcels)
+            return MoveState.DONE if over else MoveState.WAITING
+        if not self._credits or not self._carrier.room():
             return MoveState.WAITING
         batch = self._next
         chunk = self._chunks.take(batch.bytes)
@@ -378,8 +363,9 @@ class StagedMove:
         return self._send_gathered()
 
     def stop(self) -> None:
-        """Start no further gathers; a chunk that is gathered is not sent."""
+        """Start no further gathers; a chunk that is gathered is not sent, one that is sent not announced."""
         self._stopped = True
+        self._drop_parcels()
 
     def credit(self, chunks: int) -> None:
         """The peer has taken `chunks` chunks off the link."""
@@ -414,15 +400,24 @@ class StagedMove:
         if self._stopped:
             self._chunks.give_back(chunk)
             return MoveState.DONE
-        try:
-            ticket_of_link = self._send(batch, chunk.data[: batch.bytes])
-        except BaseException:
-            self._chunks.give_back(chunk)
-            raise
-        self._chunks.give_back_after(chunk, ticket_of_link)
+        self._parcels.append(self._carrier.send(chunk, batch.bytes, partial(self._send, batch)))
         self._credits -= 1
         self._ledger.add(batch)
         return MoveState.RUNNING
+
+    def _see_parcels(self) -> None:
+        """Forget the parcels that were announced; raise what became of one that will not be."""
+        try:
+            while self._parcels and self._parcels[0].announced():
+                self._parcels.popleft()
+        except BaseException:
+            self._drop_parcels()
+            raise
+
+    def _drop_parcels(self) -> None:
+        for parcel in self._parcels:
+            parcel.drop()
+        self._parcels.clear()
 
     def _drop_chunk(self) -> None:
         """Give the chunk of a failed gather back, unless bytes may still land in it: then it is never used again."""

@@ -38,14 +38,21 @@ class HostChunkPool:
     """
 
     def __init__(
-        self, *, chunks: int, chunk_bytes: int, make: Callable[[int], NDArray[np.uint8]] | None = None
+        self,
+        *,
+        chunks: int,
+        chunk_bytes: int,
+        make: Callable[[int], NDArray[np.uint8]] | None = None,
+        forget: Callable[[NDArray[np.uint8]], None] | None = None,
     ) -> None:
         """Make the pool; memory is taken when a chunk is first used.
 
         Args:
             chunks: how many there may be.
             chunk_bytes: bytes of each.
-            make: makes the memory of a chunk, for copiers that cannot reach just any; None for pageable memory.
+            make: makes the memory of a chunk, for copiers and carriers that cannot reach just any; None for pageable
+                memory.
+            forget: hears of memory that is traded in for larger one.
 
         Raises:
             ConfigError: no chunks, or chunks of no bytes.
@@ -54,7 +61,7 @@ class HostChunkPool:
             got = f"{chunks} chunks of {chunk_bytes} bytes"
             raise ConfigError(explain("staging", "size", got, "at least one chunk of one byte", "raise chunk_bytes"))
         self.chunk_bytes = chunk_bytes
-        self._make = make or (lambda size_bytes: np.empty(size_bytes, dtype=np.uint8))
+        self._make, self._forget = make or _pageable, forget
         self._limit = chunks
         self._made = 0
         self._free: list[NDArray[np.uint8]] = []
@@ -76,7 +83,9 @@ class HostChunkPool:
             self._made += 1
             return self._make(max(size_bytes, self.chunk_bytes))
         if self._free:  # every free chunk is too small for this page size: trade one in
-            self._free.pop()
+            former = self._free.pop()
+            if self._forget is not None:
+                self._forget(former)
             return self._make(size_bytes)
         return None
 
@@ -104,3 +113,7 @@ class HostChunkPool:
             else:
                 still.append((chunk, ticket))
         self._flying = still
+
+
+def _pageable(size_bytes: int) -> NDArray[np.uint8]:
+    return np.empty(size_bytes, dtype=np.uint8)

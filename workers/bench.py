@@ -13,15 +13,26 @@ from pathlib import Path
 from typing import Any, Final
 
 from unikv.errors import ConfigError, LinkBrokenError, explain
-from workers.bench_case import BenchRequest, Progress, case_result, failed_case, pattern_jobs, run_pair, summarise
+from workers.bench_case import (
+    FLOOR_ALTERNATING,
+    BenchRequest,
+    Progress,
+    case_result,
+    failed_case,
+    pattern_jobs,
+    run_beside_floor,
+    run_pair,
+    summarise,
+)
 from workers.config import HFRunnerConfig, PairConfig
 from workers.config_load import load_pair, pair_cases
 from workers.floors import memcpy_gb_per_s
 from workers.pair_run import judge
+from workers.rival_nixl import compare_with_nixl
 
 WARM_UPS: Final = 1
 """Requests of a pattern workload that run first and do not count: they fault pages in and fill lane caches."""
-_VERSIONS: Final = ("unikv", "torch", "numpy", "pyzmq", "msgpack", "transformers")
+_VERSIONS: Final = ("unikv", "torch", "numpy", "pyzmq", "msgpack", "transformers", "nixl-cu13")
 
 
 def run_bench(request: BenchRequest, progress: Progress) -> dict[str, Any]:
@@ -60,8 +71,16 @@ def _run_case(
 
         return run_model_case(request, pair, name, floor, progress)
     jobs = pattern_jobs(pair)
-    run = run_pair(request, pair, name, [replace(jobs[-1], cancel_after_s=None)] * WARM_UPS + jobs, progress)
-    return case_result(name or pair.name, pair, run, run.records[WARM_UPS:], floor)
+    jobs = [replace(jobs[-1], cancel_after_s=None)] * WARM_UPS + jobs
+    if pair.workload.concurrency > 1 or pair.workload.cancel is not None:
+        run = run_pair(request, pair, name, jobs, progress)
+        return case_result(name or pair.name, pair, run, run.records[WARM_UPS:], floor)
+    run, floors = run_beside_floor(request, pair, name, jobs, progress)
+    case = case_result(name or pair.name, pair, run, run.records[WARM_UPS:], floors[WARM_UPS:])
+    if pair.workload.rival == "nixl" and case["ok"]:
+        progress(f"{case['name']}, NIXL alone", 0, 1)
+        case["nixl"] = compare_with_nixl(pair, case["summary"]["gb_per_s"]["median"])
+    return case
 
 
 def succeeded(result: dict[str, Any]) -> bool:
@@ -72,7 +91,9 @@ def succeeded(result: dict[str, Any]) -> bool:
 
 def _result(pair: PairConfig, cases: list[dict[str, Any]]) -> dict[str, Any]:
     requests = [entry for case in cases for entry in case["requests"]]
-    floor = cases[0]["summary"]["floor_gb_per_s"]
+    floor: float | list[float] = cases[0]["summary"]["floor_gb_per_s"]
+    if all(case["summary"]["floor"] == FLOOR_ALTERNATING for case in cases):
+        floor = [entry["floor_gb_per_s"] for entry in requests]
     result: dict[str, Any] = {
         "environment": environment(),
         "config": pair.resolved(),

@@ -7,16 +7,20 @@ import re
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
 from workers.config import CancelConfig, PairConfig
 from workers.control import PathReport
 from workers.fleet import Death
+from workers.floors import FloorSession, wait_until_idle
 from workers.pair_run import PairRun, RunningPair
 from workers.workload import Job, RequestRecord
 
 _LONGEST_FOLDER: Final = 100
+FLOOR_ONCE: Final = "one thread copying 256 MiB, median of 5, same run"
+FLOOR_ALTERNATING: Final = "one thread copying 256 MiB beside every request, median; the ratio is that of the pairs"
 _OWN_TOKENS: Final = 1 << 32
 """Distance of the token ids of prompts where they differ."""
 _GOLDEN: Final = (math.sqrt(5) - 1) / 2
@@ -71,11 +75,43 @@ def run_pair(
         finished += 1
         progress(title, finished, len(jobs))
 
-    log_dir = request.log_dir / _folder_name(title) if request.log_dir else None
-    arguments, url = request.arguments(name, extra), request.rendezvous_url
-    with RunningPair(pair, arguments, log_dir=log_dir, rendezvous_url=url) as running:
+    arguments, log_dir = request.arguments(name, extra), _log_dir(request, title)
+    with RunningPair(pair, arguments, log_dir=log_dir, rendezvous_url=request.rendezvous_url) as running:
         run = running.run(jobs, on_finished)
     return replace(run, deaths=(*run.deaths, *running.fleet.unclean()))
+
+
+def run_beside_floor(
+    request: BenchRequest, pair: PairConfig, name: str | None, jobs: Sequence[Job], progress: Progress
+) -> tuple[PairRun, tuple[float, ...]]:
+    """Run `jobs` one by one, with a memcpy before, between and after them, while the workers are idle.
+
+    Returns:
+        The run, and for every record the mean rate of the copy before it and of the one behind it, in GB/s.
+    """
+    title, floor = name or pair.name, FloorSession()
+    progress(title, 0, len(jobs))
+    runs: list[PairRun] = []
+    arguments, log_dir = request.arguments(name), _log_dir(request, title)
+    with RunningPair(pair, arguments, log_dir=log_dir, rendezvous_url=request.rendezvous_url) as running:
+        pids = tuple(worker.pid for worker in running.fleet.workers if worker.pid)
+        wait_until_idle(pids)
+        samples = [floor.sample()]
+        for job in jobs:
+            runs.append(running.run([replace(job, hold=True)]))
+            wait_until_idle(pids)
+            samples.append(floor.sample())
+            progress(title, len(runs), len(jobs))
+            if runs[-1].deaths:
+                break
+    records = tuple(record for run in runs for record in run.records)
+    floors = tuple(statistics.fmean(around) for around in pairwise(samples))
+    deaths = (*runs[-1].deaths, *running.fleet.unclean())
+    return replace(runs[-1], records=records, deaths=deaths), floors
+
+
+def _log_dir(request: BenchRequest, title: str) -> Path | None:
+    return request.log_dir / _folder_name(title) if request.log_dir else None
 
 
 def _folder_name(title: str) -> str:
@@ -119,13 +155,17 @@ def _cancel_after_s(cancel: CancelConfig | None, number: int) -> float | None:
 
 
 def case_result(
-    name: str, pair: PairConfig, run: PairRun, records: Sequence[RequestRecord], floor: float
+    name: str, pair: PairConfig, run: PairRun, records: Sequence[RequestRecord], floor: float | Sequence[float]
 ) -> dict[str, Any]:
     """Return one case's share of the result.
 
     It is ok if every request was verified or cancelled, some were verified, and every worker ended well.
+
+    Args:
+        floor: rate of one thread's memcpy in GB/s, of the whole run or beside each record.
     """
-    requests = [_request_entry(name, record) for record in records]
+    floors = [floor] * len(records) if isinstance(floor, float) else floor
+    requests = [_request_entry(name, record, rate) for record, rate in zip(records, floors, strict=False)]
     summary = summarise(requests, floor)
     ended = summary["verified"] > 0 and summary["verified"] + summary["cancelled"] == summary["requests"]
     return {
@@ -137,8 +177,14 @@ def case_result(
         "path": [_path_entry(path) for path in run.paths],
         "requests": requests,
         "deaths": [_death_entry(death) for death in run.deaths],
+        "threads": copying_threads(pair),
         "summary": summary,
     }
+
+
+def copying_threads(pair: PairConfig) -> int:
+    """Return how many threads copy one request at most: those of every rank that writes, or gathers."""
+    return pair.transfer.copy_threads * pair.context.parallel.world_size
 
 
 def failed_case(name: str, pair: PairConfig, error: str, floor: float) -> dict[str, Any]:
@@ -147,23 +193,35 @@ def failed_case(name: str, pair: PairConfig, error: str, floor: float) -> dict[s
     return {**case_result(name, pair, run, (), floor), "error": error}
 
 
-def summarise(requests: Sequence[dict[str, Any]], floor: float) -> dict[str, Any]:
-    """Return the summary of some requests; rates are over the moves of the requests that arrived."""
+def summarise(requests: Sequence[dict[str, Any]], floor: float | Sequence[float]) -> dict[str, Any]:
+    """Return the summary of some requests; rates are over the moves of the requests that arrived.
+
+    Args:
+        requests: their entries.
+        floor: as in `case_result`.
+    """
     rates = [entry["gb_per_s"] for entry in requests if entry["gb_per_s"]]
+    ratios = [entry["ratio_to_floor"] for entry in requests if entry["gb_per_s"]]
     latencies = sorted(entry["total_s"] for entry in requests if entry["verified"])
-    median = statistics.median(rates) if rates else 0.0
     return {
         "requests": len(requests),
         "verified": sum(entry["verified"] for entry in requests),
         "cancelled": sum(entry["cancelled"] for entry in requests),
         "mismatched_bytes": sum(entry["mismatched_bytes"] for entry in requests),
         "bytes": sum(entry["bytes"] for entry in requests),
-        "gb_per_s": {"median": median, "min": min(rates, default=0.0), "max": max(rates, default=0.0)},
-        "floor_gb_per_s": floor,
-        "floor": "one thread copying 256 MiB, median of 5, same run",
-        "ratio_to_floor": median / floor,
+        "gb_per_s": _spread(rates),
+        "floor_gb_per_s": floor if isinstance(floor, float) else _spread(floor)["median"],
+        "floor": FLOOR_ONCE if isinstance(floor, float) else FLOOR_ALTERNATING,
+        "ratio_to_floor": _spread(ratios)["median"],
+        "ratio": _spread(ratios),
         "latency_s": {name: percentile(latencies, share) for name, share in _PERCENTILES},
     }
+
+
+def _spread(values: Sequence[float]) -> dict[str, float]:
+    if not values:
+        return {"median": 0.0, "min": 0.0, "max": 0.0}
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 _PERCENTILES: Final = (("p50", 0.5), ("p90", 0.9), ("p99", 0.99))
@@ -176,9 +234,10 @@ def percentile(ordered: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, max(0, -int(-share * len(ordered) // 1) - 1))]
 
 
-def _request_entry(case: str, record: RequestRecord) -> dict[str, Any]:
+def _request_entry(case: str, record: RequestRecord, floor: float) -> dict[str, Any]:
     stages = record.stages()
     verified, mismatched, first = record.verification()
+    rate = record.bytes / stages["move_s"] / 1e9 if stages["move_s"] else 0.0
     return {
         "id": record.request_id,
         "case": case,
@@ -191,7 +250,9 @@ def _request_entry(case: str, record: RequestRecord) -> dict[str, Any]:
         "stages": stages,
         "total_s": sum(stages.values()),
         "exposed_s": record.exposed_s(),
-        "gb_per_s": record.bytes / stages["move_s"] / 1e9 if stages["move_s"] else 0.0,
+        "gb_per_s": rate,
+        "floor_gb_per_s": floor,
+        "ratio_to_floor": rate / floor,
         "ttft_s": record.ttft_s(),
         "verified": verified,
         "cancelled": record.was_cancelled,

@@ -86,6 +86,7 @@ class TransferConfig(Section):
     Attributes:
         layer_bands: 0 moves a prompt's pages when all of it is computed; from 1 on they leave while it is computed, in
             so many bands of layers, and chunk by chunk.
+        copy_threads: threads of one rank that share a copy between host pools; more than one helps where cores idle.
         watch_us: microseconds an engine looks for messages without a pause after it had something to do.
         listen: interface, address or name of a host where its links listen; None: loopback, or where the rendezvous is
             on a network the interface that leads there.
@@ -100,6 +101,7 @@ class TransferConfig(Section):
     chunk_bytes: Annotated[SizeBytes, Field(ge=1)] = 8 << 20
     timeout_s: Seconds = 60.0
     layer_bands: Annotated[int, Field(ge=0, le=1024)] = 0
+    copy_threads: Annotated[int, Field(ge=1, le=64)] = 1
     watch_us: Annotated[int, Field(ge=0, le=1_000_000)] = 0
     curve: CurveConfig | None = None
     listen: Text | None = None
@@ -175,6 +177,7 @@ class WorkloadConfig(Section):
             sides reuse prefixes; 0: prompts are lengths only.
         cancel: None cancels nothing.
         local_below_tokens: without a model: shorter prompts are computed on the generation side, nothing moves.
+        rival: without a model: what else moves the longest prompt's pages for comparison.
         prompts: conversations, read already where the file named another file.
         tell_data_rank: tell generation ranks which data-parallel rank of the context side has a request; else they ask
             all of them.
@@ -186,6 +189,7 @@ class WorkloadConfig(Section):
         1000,
     )
     output_tokens: Count = 32
+    rival: Annotated[str, one_of("none", "nixl")] = "none"
     concurrency: Count = 4
     tell_data_rank: Flag = True
     shared_prefix_tokens: Amount = 0

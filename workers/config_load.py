@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from pydantic import ValidationError
 
-from transfer.hello import PathKind, Side
+from transfer.hello import Side
 from unikv.errors import ConfigError, SpecError, explain
 from unikv.ids import LayerId
 from unikv.layer_spec import KVCacheLayerSpec, LayerOwner
@@ -176,13 +176,11 @@ def _check_served(pair: PairConfig, thing: str) -> None:
     """Refuse what a pair file may say and this release does not do yet: nothing is silently left out."""
     moves = pair.transfer
     found: list[tuple[str, object, str, bool]] = [
-        ("transfer.path", moves.path, "auto, direct or zmq", moves.path is PathKind.NIXL),
         ("transfer.checksum", moves.checksum, "off", moves.checksum != "off"),
     ]
     cp = pair.context.parallel.cp
     found.append(("context.parallel.cp", cp, "1", cp != 1))
     cures = {
-        "transfer.path": "this release carries no nixl path; use auto, direct or zmq",
         "context.parallel.cp": "only the generation side may split sequences, set it there",
     }
     default = "this release does not serve it yet, leave the key out"

@@ -66,6 +66,7 @@ class RunDecode:
     Attributes:
         context_instance: number of the context instance that computes the prompt; None: we compute it ourselves.
         context_data_rank: the data-parallel rank of it that does; None where nobody knows.
+        hold: do not look at what has arrived before a Proceed.
     """
 
     request_id: RequestId
@@ -75,6 +76,14 @@ class RunDecode:
     verify: bool
     context_instance: int | None = 0
     context_data_rank: int | None = 0
+    hold: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proceed:
+    """To every generation rank of a request that is held: nothing of it moves any more anywhere."""
+
+    request_id: RequestId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,9 +181,9 @@ class Stop:
     reason: str
 
 
-ControlMessage = Attach | Ready | RunPrompt | RunDecode | GiveUp | PromptReport | DecodeReport | Stop
+ControlMessage = Attach | Ready | RunPrompt | RunDecode | Proceed | GiveUp | PromptReport | DecodeReport | Stop
 
 CODEC: Final[Codec[ControlMessage]] = Codec(
-    (Attach, Ready, RunPrompt, RunDecode, GiveUp, PromptReport, DecodeReport, Stop), magic="unikv-control"
+    (Attach, Ready, RunPrompt, RunDecode, Proceed, GiveUp, PromptReport, DecodeReport, Stop), magic="unikv-control"
 )
 """Encodes and decodes control messages."""

@@ -34,6 +34,7 @@ class _Receiving:
     asked_s: float
     cached_tokens: dict[GroupId, int]
     reported: bool = False
+    held: bool = False
 
 
 class GenerationWorker(Worker[RunDecode]):
@@ -145,7 +146,8 @@ class GenerationWorker(Worker[RunDecode]):
             _close(request)
             self.refuse(work, describe(error, self._name("request")))
             return True
-        self._receiving[work.request_id] = _Receiving(work, request, tables, handle, asked_s, cached)
+        receiving = _Receiving(work, request, tables, handle, asked_s, cached, held=work.hold)
+        self._receiving[work.request_id] = receiving
         return True
 
     def _shared_prompt(self, work: RunDecode) -> tuple[int, ...]:
@@ -184,13 +186,20 @@ class GenerationWorker(Worker[RunDecode]):
                 self.report(self._failure(receiving, outcome.reason, outcome))
             if receiving.reported and receiving.handle.quiet:
                 self._free(receiving)
-        arrived = [item for item in self._receiving.values() if item.handle.outcome is not None and not item.reported]
+        open_items = [item for item in self._receiving.values() if not item.reported and not item.held]
+        arrived = [item for item in open_items if item.handle.outcome is not None]
         if arrived:
             self._finish(arrived[0])
         return bool(arrived)
 
+    def proceed(self, request_id: RequestId) -> None:
+        """Nothing of the request moves any more: what has arrived may be looked at."""
+        if request_id in self._receiving:
+            self._receiving[request_id].held = False
+
     def stop_transfer(self, request_id: RequestId, reason: str) -> None:
         """The request fails at once; its pages stay ours until the peers have let go."""
+        self.proceed(request_id)
         self._endpoint.cancel(request_id, reason)
 
     def in_use(self) -> tuple[RequestId, ...]:

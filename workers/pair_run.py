@@ -20,7 +20,7 @@ from workers.control import PathReport, Stop
 from workers.fleet import Death, FleetManager
 from workers.rendezvous import Rendezvous, host_of
 from workers.routing import RouteManager, num_workers
-from workers.topology import check_device, dry_cards
+from workers.topology import check_carrier, check_device, dry_cards
 from workers.workload import Job, RequestRecord, WorkloadDriver
 
 ATTACH_S: Final = 120.0
@@ -43,11 +43,12 @@ def judge(pair: PairConfig) -> GateReport:
     """Run the gate before anything starts.
 
     Raises:
-        ConfigError: a side wants a device that no worker can be started on.
+        ConfigError: a side wants a device that no worker can be started on, or a carrier that is not installed.
         IncompatiblePeerError: the two sides do not fit; the text has every failed check.
     """
     for side in Side:
         check_device(pair.side(side))
+    check_carrier(pair)
     report = check_instances(dry_cards(pair, Side.CONTEXT), dry_cards(pair, Side.GENERATION))
     require_compatible(report)
     return report

@@ -26,18 +26,19 @@ def rank_reach(device: str) -> tuple[str, ...]:
     return () if device == CPU else reachable_devices(device_number(device))
 
 
-def make_copier(device: str, *, timed: bool = False) -> Copier:
+def make_copier(device: str, *, timed: bool = False, threads: int = 1) -> Copier:
     """Return a copier for pools on `device`; on CUDA its kernel is compiled or found in CuPy's cache.
 
     Args:
         device: "cpu" or "cuda:<number>".
         timed: measure copies on the device, where there is one.
+        threads: threads that share a copy between host pools.
 
     Raises:
         CopyError: the device cannot run it.
     """
     if device == CPU:
-        return HostCopier()
+        return HostCopier(threads=threads)
     from transfer.copy_cupy import CudaCopier  # noqa: PLC0415 - CuPy is an extra
 
     return CudaCopier(device_number(device), timed=timed)

@@ -6,13 +6,15 @@ import logging
 import secrets
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 
 from transfer.context_endpoint import ContextEndpoint
 from transfer.copier import Copier
 from transfer.generation_endpoint import GenerationEndpoint
-from transfer.hello import RankCard, Side
+from transfer.hello import CAPABILITY_NIXL, RankCard, Side
 from transfer.link_curve import CurveKeys
 from transfer.link_zmq import ZmqLink
+from transfer.nixl_agent import why_no_nixl
 from transfer.peer_memory import own_host_identity
 from unikv.cache_manager import UnifiedKVCacheManager
 from unikv.errors import ConfigError, explain
@@ -22,6 +24,7 @@ from workers.rank_device import make_copier, memory_export, pool_regions, rank_d
 from workers.routing import num_workers, place_of
 from workers.runner import Runner
 from workers.topology import (
+    check_carrier,
     check_device,
     host_tier_options,
     pool_budget,
@@ -44,6 +47,7 @@ def check_rank(pair: PairConfig, side: Side, rank: int) -> None:
         want = f"in [0, {num_workers(config)})"
         raise ConfigError(explain(f"{side} worker", "rank", rank, want, "match instances and parallel of the side"))
     check_device(config)
+    check_carrier(pair)
 
 
 class RankRuntime:
@@ -88,7 +92,7 @@ class RankRuntime:
             self.card,
             link=self.transfer_link,
             regions=pool_regions(self.card, self.manager.pools),
-            copier=copier or make_copier(self.card.device),
+            copier=copier or make_copier(self.card.device, threads=self.pair.transfer.copy_threads),
             options=self.pair.transfer.options(),
             on_change=on_change,
         )
@@ -100,7 +104,7 @@ class RankRuntime:
             self.card,
             link=self.transfer_link,
             regions=pool_regions(self.card, self.manager.pools),
-            copier=make_copier(self.card.device),
+            copier=make_copier(self.card.device, threads=self.pair.transfer.copy_threads),
             options=self.pair.transfer.options(),
             on_change=on_change,
         )
@@ -151,7 +155,7 @@ class RankRuntime:
 
     def _describe(self, instance: str) -> RankCard:
         device = str(self.manager.pools.device)
-        return rank_card(
+        card = rank_card(
             self.pair,
             self.side,
             self.position,
@@ -165,6 +169,7 @@ class RankRuntime:
             host=own_host_identity(),
             reach=rank_reach(device),
         )
+        return card if why_no_nixl() else replace(card, capabilities=(*card.capabilities, CAPABILITY_NIXL))
 
     def _pool_bytes(self) -> int:
         return sum(storage.numel() for storage in self.manager.pools.storages)

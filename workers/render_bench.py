@@ -22,6 +22,8 @@ def print_result(console: Console, result: dict[str, Any]) -> None:
     if not with_model:
         console.print(_cases(result["cases"]))
     console.print(_totals(result))
+    if any("nixl" in case for case in result["cases"]):
+        console.print(_rival(result["cases"]))
     for line in _troubles(result):
         console.print(Text(line, style="red"))
 
@@ -46,7 +48,8 @@ def _cases(cases: Sequence[dict[str, Any]]) -> RenderableType:
     )
     for name, justify in (
         ("case", "left"), ("draft", "left"), ("ok", "right"), ("MiB", "right"),
-        ("GB/s", "right"), ("memcpy", "right"), ("p50 ms", "right"), ("p99 ms", "right"),
+        ("GB/s", "right"), ("memcpy", "right"), ("ratio", "right"), ("thr", "right"),
+        ("p50 ms", "right"), ("p99 ms", "right"),
     ):  # fmt: skip
         table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
     for case in cases:
@@ -58,11 +61,38 @@ def _cases(cases: Sequence[dict[str, Any]]) -> RenderableType:
             Text(f"{summary['verified']}/{wanted}", style="green" if case["ok"] else "red"),
             f"{summary['bytes'] / _MIB:.0f}",
             f"{summary['gb_per_s']['median']:.2f}",
-            f"{100 * summary['ratio_to_floor']:.0f} %",
+            f"{summary['floor_gb_per_s']:.2f}",
+            _ratio(summary["ratio"]),
+            str(case["threads"]),
             f"{1e3 * summary['latency_s']['p50']:.2f}",
             f"{1e3 * summary['latency_s']['p99']:.2f}",
         )
     return table
+
+
+def _rival(cases: Sequence[dict[str, Any]]) -> RenderableType:
+    """Return NIXL's rates on the same pages: a descriptor per buffer of a layer, and per longest run."""
+    compared = [case for case in cases if "nixl" in case]
+    if absent := next((case["nixl"]["absent"] for case in compared if case["nixl"]["absent"]), ""):
+        return Text(f"NIXL alone was not measured: {absent}")
+    table = Table(title="NIXL alone, one WRITE", title_justify="left", box=SIMPLE_HEAD, padding=0, pad_edge=False)
+    for name in ("case", "GB/s", "NIXL", "ratio", "merged", "ratio"):
+        table.add_column(name, justify="left" if name == "case" else "right", no_wrap=True)
+    for case in compared:
+        rival = case["nixl"]
+        rates = (f"{rival[key]['median']:.2f}" for key in ("gb_per_s", "merged_gb_per_s"))
+        ratios = (f"{rival[key]:.1f} x" for key in ("ratio", "merged_ratio"))
+        cells = [cell for pair in zip(rates, ratios, strict=True) for cell in pair]
+        table.add_row(Text(case["name"]), f"{case['summary']['gb_per_s']['median']:.2f}", *cells)
+    legend = (
+        "NIXL: the better of progress thread on and off, a descriptor per buffer of a layer; merged: per longest run"
+    )
+    return Group(table, Text(legend))
+
+
+def _ratio(ratio: dict[str, float]) -> str:
+    low, middle, high = (round(100 * ratio[name]) for name in ("min", "median", "max"))
+    return f"{middle} % ({low}-{high})"
 
 
 def _model_requests(case: dict[str, Any]) -> RenderableType:

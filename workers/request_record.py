@@ -23,6 +23,8 @@ class Job:
 
     Attributes:
         prompt: token ids; empty for runners that need a length only.
+        hold: let generation ranks look at what arrived only once nothing of the request moves, so that moves are timed
+            without verification beside them.
         after: number of the job, counted from 0 in its workload, that must be over before this one begins, and whose
             route it takes.
         local: the generation side computes the prompt itself.
@@ -33,6 +35,7 @@ class Job:
     prompt: tuple[int, ...]
     prompt_tokens: int
     max_new_tokens: int
+    hold: bool = False
     after: int | None = None
     local: bool = False
     route: Route | None = None

@@ -16,7 +16,8 @@ from itertools import product
 from typing import Final
 
 from transfer.cards import build_card
-from transfer.hello import HostIdentity, MemoryExport, ParallelPosition, RankCard, Side, SpeculativeCard
+from transfer.hello import HostIdentity, MemoryExport, ParallelPosition, PathKind, RankCard, Side, SpeculativeCard
+from transfer.nixl_agent import require_nixl
 from unikv.budget import PoolBudget
 from unikv.errors import ConfigError, SpecError, explain
 from unikv.host_tier_options import HostTierOptions, check_codec
@@ -108,6 +109,16 @@ def speculation_shape(side: SideConfig) -> SpeculationShape | None:
 def pool_budget(side: SideConfig) -> PoolBudget:
     """Return the size of one rank's pools."""
     return PoolBudget(pages=side.pool.pages, bytes=side.pool.bytes)
+
+
+def check_carrier(pair: PairConfig) -> None:
+    """Refuse a path whose carrier is not installed here.
+
+    Raises:
+        ConfigError: with the cure.
+    """
+    if pair.transfer.path is PathKind.NIXL:
+        require_nixl()
 
 
 def check_device(side: SideConfig) -> None:

@@ -30,6 +30,7 @@ from workers.control import (
     ControlMessage,
     DecodeReport,
     GiveUp,
+    Proceed,
     PromptReport,
     Ready,
     RunDecode,
@@ -138,6 +139,9 @@ class Worker(ABC, Generic[W]):
             prompt=work.prompt,
         )
 
+    def proceed(self, request_id: RequestId) -> None:
+        """Look at a request that was held; there is none but on the generation side."""
+
     # --- what the two sides do differently ------------------------------------------------------------------------
 
     @abstractmethod
@@ -200,6 +204,8 @@ class Worker(ABC, Generic[W]):
                 self._attach(message)
             case Stop():
                 self._stopping = self._stopping or message.reason or "asked to stop"
+            case Proceed():
+                self.proceed(message.request_id)
             case GiveUp():
                 self._give_up(message.request_id, message.reason)
             case RunPrompt() | RunDecode():

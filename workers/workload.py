@@ -11,7 +11,7 @@ from typing import Final, Protocol
 from transfer.hello import Side
 from unikv.ids import RequestId
 from workers.client import Report
-from workers.control import ControlMessage, GiveUp, RunDecode, RunPrompt
+from workers.control import ControlMessage, GiveUp, Proceed, PromptReport, RunDecode, RunPrompt
 from workers.fleet import Death
 from workers.request_record import CANCELLED, Job, RequestRecord
 from workers.routing import Route, RouteManager, WorkerName
@@ -130,6 +130,7 @@ class WorkloadDriver:
             verify=True,
             context_instance=route.context_instance,
             context_data_rank=route.context_data_rank,
+            hold=job.hold and not job.local,
         )
         prompt = RunPrompt(
             request_id=record.request_id, prompt=job.prompt, prompt_tokens=job.prompt_tokens, verify=True
@@ -143,6 +144,10 @@ class WorkloadDriver:
         if record is None:
             return  # of a run that is over
         record.add(report)
+        context = {(side, rank) for side, rank in record.workers if side is Side.CONTEXT}
+        if record.job.hold and isinstance(report, PromptReport) and context <= record.reporters():
+            message = Proceed(request_id=record.request_id)
+            self._client.send(Side.GENERATION, message, record.ranks(Side.GENERATION))
         if report.reason:
             # The other ranks need not wait for what cannot come any more.
             self._give_up([record.request_id], record.reason)

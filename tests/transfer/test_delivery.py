@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
+from transfer.carrier_zmq import LinkSource
 from transfer.copier import CopyJob, CopyTicket
 from transfer.copy_host import HostCopier
 from transfer.delivery import Delivery
@@ -69,7 +70,7 @@ def chunks_of(context: SmallRank, peer: ContextPeer, target: dict) -> Iterator[C
     pages = [pair_pages(p, source[p.src_group], target[p.dst_group], TOKENS) for p in peer.program.pairs]
     made: list[Chunk] = []
 
-    def send(batch: Batch, payload: object) -> object:
+    def send(batch: Batch, payload: object, berth: object = None) -> object:
         data = memoryview(bytes(payload))  # type: ignore[arg-type]
         made.append(replace(NO_CHUNK, pair=batch.pair, first_page=batch.first, pages=batch.count, payload=data))
         return type("Sent", (), {"done": lambda self: True})()
@@ -79,7 +80,7 @@ def chunks_of(context: SmallRank, peer: ContextPeer, target: dict) -> Iterator[C
         pages,
         source=context.regions,
         copier=HostCopier(),
-        chunks=HostChunkPool(chunks=1, chunk_bytes=1000),
+        carrier=LinkSource(HostChunkPool(chunks=1, chunk_bytes=1000)),
         todo=BatchQueue(peer.program, pages, 1000),
         send=send,  # type: ignore[arg-type]
     )

@@ -24,7 +24,7 @@ from transfer.hello import MemoryExport, PathKind, RankCard, Side, StorageCard
 from transfer.ipc_memory import CUDA, MappedDeviceStorage, ipc_mappings, reachable_devices
 from transfer.link_zmq import ZmqLink
 from transfer.outcome import TransferHandle
-from transfer.paths import choose_path
+from transfer.path_choice import choose_path
 from transfer.peer_memory import PeerMemory
 from transfer.testing_device import HostDriver, HostEngine, host_view
 from transfer.testing_ranks import SmallRank

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from transfer.carrier_zmq import LinkSource
 from transfer.copier import CopyJob, CopyTicket
 from transfer.copy_host import HostCopier
-from transfer.hello import PathKind, Side
+from transfer.hello import CAPABILITY_NIXL, PathKind, Side
 from transfer.link import Frame, SendTicket
+from transfer.messages import Berth
 from transfer.pages import PagePairs, pair_pages
-from transfer.paths import CREDITS, Batch, BatchQueue, CopyInFlight, DirectMove, MoveState, StagedMove, choose_path
+from transfer.path_choice import choose_path
+from transfer.paths import CREDITS, Batch, BatchQueue, CopyInFlight, DirectMove, MoveState, StagedMove
 from transfer.plan import CopyProgram, compile_program
 from transfer.staging import HostChunkPool
 from transfer.testing_ranks import GatedCopier, SmallRank
@@ -56,7 +60,7 @@ class Wire:
         def done(self) -> bool:
             return self.left
 
-    def send(self, batch: Batch, frame: Frame) -> SendTicket:
+    def send(self, batch: Batch, frame: Frame, berth: Berth | None = None) -> SendTicket:
         if self.refuses:
             raise LinkBrokenError("generation rank 0 is gone")
         self.sent.append((batch, bytes(frame)))
@@ -106,7 +110,7 @@ def staged(
         pages,
         source=ranks[0].regions,
         copier=copier or HostCopier(),
-        chunks=pool,
+        carrier=LinkSource(pool),
         todo=BatchQueue(program, pages, pool.chunk_bytes),
         send=wire.send,
     )
@@ -346,3 +350,39 @@ def test_the_path_is_what_was_asked_for_or_an_error(asked: PathKind, host: bool,
     finally:
         context.close()
         generation.close()
+
+
+@pytest.mark.parametrize(
+    ("asked", "far", "have", "want", "says"),
+    [
+        (PathKind.NIXL, False, "both", PathKind.NIXL, "asked for"),
+        (PathKind.NIXL, True, "both", PathKind.NIXL, "asked for"),
+        (PathKind.NIXL, False, "context", None, "the generation rank 0 has no NIXL"),
+        (PathKind.AUTO, True, "both", PathKind.NIXL, "different hosts"),
+        (PathKind.AUTO, True, "generation", PathKind.ZMQ, "the context rank 0 has no NIXL"),
+        (PathKind.AUTO, False, "both", PathKind.DIRECT, "can be mapped"),
+    ],
+)
+def test_nixl_is_taken_where_it_is_asked_for_or_between_hosts(
+    asked: PathKind, far: bool, have: str, want: PathKind | None, says: str
+) -> None:
+    ranks = [SmallRank(side, f"memory://{side}", path=asked) for side in Side]
+    cards = []
+    for rank in ranks:
+        card = rank.card
+        if have in ("both", card.side):
+            card = replace(card, capabilities=(*card.capabilities, CAPABILITY_NIXL))
+        if far and card.side is Side.GENERATION:
+            assert card.host is not None
+            card = replace(card, host=replace(card.host, boot_id="another"))
+        cards.append(card)
+    try:
+        if want is None:
+            with pytest.raises(IncompatiblePeerError, match=f"{says}.*set transfer.path: auto"):
+                choose_path(cards[0], cards[1])
+        else:
+            path, reason = choose_path(cards[0], cards[1])
+            assert path is want and says in reason
+    finally:
+        for rank in ranks:
+            rank.close()

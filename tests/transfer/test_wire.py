@@ -126,8 +126,8 @@ def test_the_bytes_of_a_message_are_these() -> None:
     header, first, second = encode(Envelope(incarnation="abc", rank=3, message=ASK))
     assert bytes(header) == (
         b"\x96\xaeunikv-transfer\x01\xa3Ask\xa3abc\x03"
-        b"\x85\xaarequest_id\x07\xa5epoch\x09\xa8reply_to\xa9tcp://h:1\xadprompt_tokens\x29\xa6tables\x92"
-        b"\x82\xa8group_id\x00\xa5slots\x0c\x82\xa8group_id\x01\xa5slots\x00"
+        b"\x86\xaarequest_id\x07\xa5epoch\x09\xa8reply_to\xa9tcp://h:1\xadprompt_tokens\x29\xa6tables\x92"
+        b"\x82\xa8group_id\x00\xa5slots\x0c\x82\xa8group_id\x01\xa5slots\x00\xa7landing\xc4\x00"
     )
     assert bytes(first) == b"\x05\x00\x00\x00\xff\xff\xff\xff\x70\x11\x01\x00"
     assert bytes(second) == b""

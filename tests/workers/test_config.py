@@ -409,10 +409,6 @@ def test_draft_layers_come_last(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "parts"),
     [
-        (
-            "transfer.path=nixl",
-            ["transfer.path is 'nixl'", "this release carries no nixl path; use auto, direct or zmq"],
-        ),
         ("transfer.checksum=page", ["transfer.checksum is 'page'", "does not serve it yet"]),
         ("context.parallel.cp=2", ["context.parallel.cp is 2", "only the generation side may split sequences"]),
     ],
@@ -423,7 +419,7 @@ def test_what_is_not_served_is_refused_plainly(folder: Path, override: str, part
 
 
 def test_everything_that_is_not_served_is_listed(folder: Path) -> None:
-    assert len(refusal("transfer.path=nixl", "transfer.checksum=page", "context.parallel.cp=2").splitlines()) == 3
+    assert len(refusal("transfer.checksum=page", "context.parallel.cp=2").splitlines()) == 2
 
 
 def test_sections_of_no_effect_are_allowed(folder: Path) -> None:

@@ -23,6 +23,7 @@ from workers.control import (
     EvidenceReport,
     GiveUp,
     LegRecord,
+    Proceed,
     PromptReport,
     RunDecode,
     RunPrompt,
@@ -491,3 +492,21 @@ def test_a_percentile_is_the_smallest_value_that_enough_values_do_not_exceed(val
         return
     needed = max(1, math.ceil(share * len(ordered) - 1e-9))
     assert found == ordered[needed - 1]
+
+
+def test_a_held_request_proceeds_once_the_whole_context_side_is_through() -> None:
+    order: list[str] = []
+
+    def script(message: ControlMessage) -> list[Report]:
+        order.append(type(message).__name__)
+        if isinstance(message, RunDecode):
+            assert message.hold
+        if isinstance(message, RunPrompt):
+            return [prompt(message.request_id, 0), prompt(message.request_id, 1)]
+        return [decode(message.request_id)] if isinstance(message, Proceed) else []
+
+    workers = Workers(script)
+    held = replace(job(), hold=True)
+    (record,) = workers.driver().run([held], concurrency=1, timeout_s=5.0, on_finished=lambda _: None)
+    assert record.reason == "" and record.tokens == (7,)
+    assert order == ["RunDecode", "RunPrompt", "Proceed"]
