@@ -62,7 +62,11 @@ def _kind(card: RankCard) -> RankCard:
 
 def _storage_kind(storage: StorageCard) -> StorageCard:
     export = storage.export
-    return storage if export is None else replace(storage, export=replace(export, pid=0, fd=0, inode=0))
+    return (
+        storage
+        if export is None
+        else replace(storage, export=replace(export, pid=0, fd=0, inode=0, handle=b"", offset_bytes=0))
+    )
 
 
 @lru_cache(KINDS)

@@ -69,7 +69,8 @@ def choose_address(
         got = f"{told}, as {rendezvous_host} is loopback here" if listen is None else told
         raise ConfigError(explain("worker", "address", got, "one that other hosts reach", _CURE))
     why = f"the route to the rendezvous at {rendezvous_host}" if listen is None else f"transfer.listen {listen}"
-    _log.info("listening at %s, announced as %s (%s)", where, told, why)
+    level = logging.DEBUG if is_loopback(where) and is_loopback(told) else logging.INFO  # on one host nobody wonders
+    _log.log(level, "listening at %s, announced as %s (%s)", where, told, why)
     return LinkAddress(listen=where, advertise=told)
 
 

@@ -73,6 +73,16 @@ def test_processes_of_a_kind_share_report_plan_and_large_parts(differences: dict
     assert kept == twin and kept.views is shared(GENERATION).views and kept.groups is shared(GENERATION).groups
 
 
+def test_allocations_of_a_kind_are_alike_wherever_they_are() -> None:
+    first, *others = GENERATION.storages
+    assert first.export is not None
+    elsewhere = replace(first.export, pid=1, fd=2, inode=3, handle=b"h", offset_bytes=64)
+    twin = replace(GENERATION, storages=(replace(first, export=elsewhere), *others))
+    assert judge(CONTEXT, twin) is judge(CONTEXT, GENERATION) and shared(twin).storages == twin.storages
+    another_device = replace(first, export=replace(first.export, device="other"))
+    assert judge(CONTEXT, replace(GENERATION, storages=(another_device, *others))) is not judge(CONTEXT, GENERATION)
+
+
 @pytest.mark.parametrize("with_draft", [True, False])
 @pytest.mark.parametrize("tp_rank", [0, 1])
 def test_a_plan_is_the_program_with_its_lanes_sorted(tp_rank: int, with_draft: bool) -> None:
