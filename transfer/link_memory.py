@@ -120,6 +120,7 @@ class MemoryLink:
         self._inbox: deque[_Parcel | PeerGone] = deque()
         self._outgoing: dict[str, _OutgoingSession] = {}
         self._sent: list[_Parcel] = []
+        self._look_at = 64
 
     @property
     def name(self) -> str:
@@ -153,7 +154,10 @@ class MemoryLink:
             if address not in self._outgoing:
                 raise broken(address)
             parcel = _Parcel(self._name, frames)
-            self._sent = [*(sent for sent in self._sent if not sent.done()), parcel]
+            self._sent.append(parcel)
+            if len(self._sent) > self._look_at:  # seldom, so that sending costs the same however much is under way
+                self._sent = [sent for sent in self._sent if not sent.done()]
+                self._look_at = 64 + 2 * len(self._sent)
             outgoing = self._outgoing[address]
             (outgoing.backlog if outgoing.target is None else outgoing.target._inbox).append(parcel)
             self._changed.notify_all()

@@ -192,12 +192,15 @@ class Sessions(RuleBasedStateMachine):
         node.handles[request] = handle
         self.look(node)
 
-    @rule(request=REQUEST, number=NUMBER, tokens=st.integers(1, TOKENS))
+    @rule(request=REQUEST, number=NUMBER, tokens=st.sampled_from([1, TOKENS // 2, TOKENS, TOKENS]))
     def compute(self, request: int, number: int, tokens: int) -> None:
+        """Go on with one of the prompts that are being computed, if there are any."""
         node = self.pick(Side.CONTEXT, number)
-        readiness = node.early.get(request)
-        if readiness is None or node.handles[request].quiet:
+        begun = [known for known in node.early if not node.handles[known].quiet]
+        if not begun:
             return
+        request = begun[request % len(begun)]
+        readiness = node.early[request]
         node.rank.fill(node.table(request), tokens)
         for layer in LAYERS:
             readiness.mark(layer, tokens)
