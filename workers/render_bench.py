@@ -23,6 +23,7 @@ def print_result(console: Console, result: dict[str, Any]) -> None:
         console.print(_cases(result["cases"]))
     console.print(_totals(result))
     if any("nixl" in case for case in result["cases"]):
+        console.print(_ranges(result["cases"]))
         console.print(_rival(result["cases"]))
     for line in _troubles(result):
         console.print(Text(line, style="red"))
@@ -48,7 +49,7 @@ def _cases(cases: Sequence[dict[str, Any]]) -> RenderableType:
     )
     for name, justify in (
         ("case", "left"), ("draft", "left"), ("ok", "right"), ("MiB", "right"),
-        ("GB/s", "right"), ("memcpy", "right"), ("ratio", "right"), ("thr", "right"),
+        ("GB/s", "right"), ("memcpy", "right"), ("", "right"), ("thr", "right"),
         ("p50 ms", "right"), ("p99 ms", "right"),
     ):  # fmt: skip
         table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
@@ -62,7 +63,7 @@ def _cases(cases: Sequence[dict[str, Any]]) -> RenderableType:
             f"{summary['bytes'] / _MIB:.0f}",
             f"{summary['gb_per_s']['median']:.2f}",
             f"{summary['floor_gb_per_s']:.2f}",
-            _ratio(summary["ratio"]),
+            f"{100 * summary['ratio_to_floor']:.0f}%",
             str(case["threads"]),
             f"{1e3 * summary['latency_s']['p50']:.2f}",
             f"{1e3 * summary['latency_s']['p99']:.2f}",
@@ -90,9 +91,20 @@ def _rival(cases: Sequence[dict[str, Any]]) -> RenderableType:
     return Group(table, Text(legend))
 
 
-def _ratio(ratio: dict[str, float]) -> str:
-    low, middle, high = (round(100 * ratio[name]) for name in ("min", "median", "max"))
-    return f"{middle} % ({low}-{high})"
+def _ranges(cases: Sequence[dict[str, Any]]) -> RenderableType:
+    """Return how far single requests lie apart, and from the memcpy beside each."""
+    title = "Lowest and highest of single requests"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0, pad_edge=False)
+    for name in ("case", "GB/s", "of memcpy"):
+        table.add_column(name, justify="left" if name == "case" else "right", no_wrap=True)
+    for case in cases:
+        rate, ratio = case["summary"]["gb_per_s"], case["summary"]["ratio"]
+        table.add_row(
+            Text(case["name"]),
+            f"{rate['min']:.2f} to {rate['max']:.2f}",
+            f"{100 * ratio['min']:.0f} to {100 * ratio['max']:.0f} %",
+        )
+    return table
 
 
 def _model_requests(case: dict[str, Any]) -> RenderableType:

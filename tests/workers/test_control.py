@@ -22,6 +22,7 @@ from workers.control import (
     GiveUp,
     LegRecord,
     PathReport,
+    Proceed,
     PromptReport,
     Ready,
     RunDecode,
@@ -48,6 +49,7 @@ MESSAGES: list[ControlMessage] = [
     ),
     RunPrompt(request_id=RequestId(2**63 - 1), prompt=(1, 0, 151_000), prompt_tokens=3, verify=True),
     RunDecode(request_id=RequestId(1), prompt=(), prompt_tokens=900, max_new_tokens=32, verify=False),
+    Proceed(request_id=RequestId(5)),
     GiveUp(request_id=RequestId(1), reason="context rank 0 died (signal SIGKILL)"),
     PromptReport(request_id=RequestId(1), rank=0, reason="", prefill_s=0.25, evidence=EVIDENCE),
     DecodeReport(
