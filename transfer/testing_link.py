@@ -232,7 +232,7 @@ class LinkConformance:
         one, past = self.link(), self.link()
         self.mail.close(past)
         one.connect(past.address)
-        assert "no listener within 0.3 s" in self.mail.wait_gone(one, past.address)
+        assert f"no listener within {self.connect_timeout_s:g} s" in self.mail.wait_gone(one, past.address)
         expect(LinkBrokenError, past.address, lambda: one.send(past.address, [b"x"]))
         self.mail.assert_quiet(one)
 
