@@ -15,6 +15,7 @@ import logging
 import platform
 import time
 import tracemalloc
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -131,15 +132,16 @@ def main() -> None:
     requests = min(1000, options.requests)
     counts = [count for count in (10, 100, 1000, 10_000) if count <= options.requests]
     sizes = [size for size in (8, 80, 400, 1000) if size < options.contexts]
-    result = {
-        "python": platform.python_version(),
-        "fleet": [asdict(run_fleet(size, options.generations, requests, 100)) for size in sizes],
-        "in_flight": [asdict(run_fleet(TP, TP, count, count)) for count in counts],
-        "peers": [peer_bytes(layers) for layers in (2, 32, 64)],
-        "whole": [asdict(run_fleet(options.contexts, options.generations, options.requests, 1000))],
+    stages: dict[str, Callable[[], list[Any]]] = {
+        "fleet": lambda: [asdict(run_fleet(size, options.generations, requests, 100)) for size in sizes],
+        "in_flight": lambda: [asdict(run_fleet(TP, TP, count, count)) for count in counts],
+        "peers": lambda: [peer_bytes(layers) for layers in (2, 32, 64)],
+        "whole": lambda: [asdict(run_fleet(options.contexts, options.generations, options.requests, 1000))],
     }
-    for title in ("fleet", "in_flight", "peers", "whole"):
-        show(console, title, result[title])  # type: ignore[arg-type]
+    result: dict[str, Any] = {"python": platform.python_version()}
+    for title, measure in stages.items():
+        result[title] = measure()
+        show(console, title, result[title])
     console.print(f"{time.perf_counter() - began_s:.0f} s in all")
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n")

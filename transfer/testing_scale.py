@@ -230,6 +230,6 @@ class FleetDriver:
         nothing = np.zeros(1, np.uint8)
         arrays = [np.broadcast_to(nothing, (storage.size_bytes,)) for storage in card.storages]
         kind = ContextEngine if side is Side.CONTEXT else GenerationEngine
-        options = TransferOptions(timeout_s=TIMEOUT_S, chunk_bytes=1 << 20)
+        options = TransferOptions(timeout_s=TIMEOUT_S, chunk_bytes=1 << 20, staging_chunks=1)
         engine = kind(link, card, local_regions(card, arrays), NoCopier(), options, self.clock)
         return SimulatedRank(engine, link, card)
