@@ -23,7 +23,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from transfer.testing_scale import FleetDriver
+from transfer.testing.scale import FleetDriver
 
 TP = 8
 PROMPT_TOKENS = 1024

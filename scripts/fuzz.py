@@ -21,7 +21,7 @@ from typing import Any, Final
 import atheris
 
 with atheris.instrument_imports(include=["transfer"]):
-    from transfer.testing_fuzz import ForgeryDriver, check_frames, seed_messages
+    from transfer.testing.fuzz import ForgeryDriver, check_frames, seed_messages
 
 FRAME_MARK: Final = b"\xff\xfe\xff"
 """Splits one input into frames."""

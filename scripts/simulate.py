@@ -14,9 +14,9 @@ import sys
 import time
 from collections import Counter
 
-from transfer.testing_random import features, random_case
-from transfer.testing_shrink import report
-from transfer.testing_simulator import simulate
+from transfer.testing.random_pairs import features, random_case
+from transfer.testing.shrink import report
+from transfer.testing.simulator import simulate
 
 
 def main() -> int:

@@ -2,7 +2,7 @@
 
 A context rank has a `ChunkSource` per peer, a generation rank a `ChunkSink`. Between them is a link for messages, which
 carriers do not know: a source is told how to announce a chunk, and announces each one once its bytes can be read.
-`transfer.testing_carrier` has the conformance suite.
+`transfer.testing.carrier` has the conformance suite.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The device copier without the device: programs kept there, page tables in a ring, launches joined, events polled.
 
 What touches a device is behind `DeviceEngine`; `transfer/copy_cupy.py` is the one of CUDA, and the twin in
-`transfer/testing_device.py` runs the same tiles on the host.
+`transfer/testing/device.py` runs the same tiles on the host.
 
 ::
 

@@ -44,7 +44,7 @@ class SendTicket(Protocol):
 
 
 class Link(Protocol):
-    """The contract; `transfer.testing_link` has its conformance suite."""
+    """The contract; `transfer.testing.link` has its conformance suite."""
 
     @property
     def name(self) -> str:

@@ -25,7 +25,7 @@ _PEER_ACCESS_ALREADY_ENABLED: Final = 704
 
 
 class DeviceMemoryDriver(Protocol):
-    """What is asked of a driver; the twin in `transfer.testing_device` passes for one without a GPU."""
+    """What is asked of a driver; the twin in `transfer.testing.device` passes for one without a GPU."""
 
     def device_count(self) -> int:
         """Return how many devices this process sees."""

@@ -12,7 +12,7 @@ from transfer.gate import check
 from transfer.gate_report import DraftKV
 from transfer.hello import DraftKVMode, HostIdentity, ParallelPosition, PathKind, RankCard, Side
 from transfer.plan import compile_program, scatter_lanes
-from transfer.testing_ranks import SmallRank
+from transfer.testing.ranks import SmallRank
 from unikv.layer_spec import KVLayout
 
 

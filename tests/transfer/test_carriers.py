@@ -13,7 +13,7 @@ from transfer.carrier_zmq import LinkSink, LinkSource
 from transfer.messages import Berth
 from transfer.nixl_agent import NixlSession, require_nixl, why_no_nixl
 from transfer.staging import HostChunkPool
-from transfer.testing_carrier import CHUNK_BYTES, CarrierConformance, CarrierEnds
+from transfer.testing.carrier import CHUNK_BYTES, CarrierConformance, CarrierEnds
 from unikv.errors import ConfigError, LocalProtocolError, RemoteProtocolError
 
 needs_nixl = pytest.mark.skipif(bool(why_no_nixl()), reason=why_no_nixl())

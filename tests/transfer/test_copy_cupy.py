@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transfer.testing_copier import CopierConformance, CopyCase, make_lane, make_pages, random_case
-from transfer.testing_copy_cases import PoolShape
+from transfer.testing.copier import CopierConformance, CopyCase, make_lane, make_pages, random_case
+from transfer.testing.copy_cases import PoolShape
 
 pytestmark = pytest.mark.gpu
 cupy = pytest.importorskip("cupy", reason="needs cupy")

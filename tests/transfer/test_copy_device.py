@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from transfer.copier import CopyJob, Region
 from transfer.copy_device import DeviceCopier
 from transfer.copy_tiles import MAX_TILE_VECTORS, SidePlace, cut_lanes
-from transfer.testing_copier import CopierConformance, make_lane, make_pages, random_case
-from transfer.testing_device import HostEngine
+from transfer.testing.copier import CopierConformance, make_lane, make_pages, random_case
+from transfer.testing.device import HostEngine
 from unikv.errors import CopyError
 
 SUITES = {

@@ -18,7 +18,7 @@ from transfer.copier import CopyJob, Region
 from transfer.copy_host import HostCopier
 from transfer.copy_moves import find_moves
 from transfer.plan import Rows
-from transfer.testing_copier import CopierConformance, make_lane, make_pages, random_case
+from transfer.testing.copier import CopierConformance, make_lane, make_pages, random_case
 from unikv.errors import ConfigError, CopyError, LocalProtocolError
 
 MIB = 1024 * 1024

@@ -20,7 +20,7 @@ from transfer.pages import pair_pages
 from transfer.paths import CREDITS, Batch, BatchQueue, StagedMove
 from transfer.plan import compile_program
 from transfer.staging import HostChunkPool
-from transfer.testing_ranks import GatedCopier, SmallRank
+from transfer.testing.ranks import GatedCopier, SmallRank
 from unikv.errors import CopyError, LocalProtocolError, RemoteProtocolError
 from unikv.ids import RequestId
 

@@ -45,7 +45,7 @@ from transfer.nixl_agent import why_no_nixl
 from transfer.options import TransferOptions
 from transfer.outcome import TransferHandle
 from transfer.readiness import ReadinessManager
-from transfer.testing_ranks import GatedCopier, SmallRank
+from transfer.testing.ranks import GatedCopier, SmallRank
 from unikv.errors import CopyError, InternalError, LinkBrokenError, LocalProtocolError
 from unikv.ids import NO_PAGE, GroupId, LayerId, RequestId
 

@@ -34,7 +34,7 @@ from transfer.ipc_memory import CUDA, MappedDeviceStorage, ipc_mappings, reachab
 from transfer.link_zmq import ZmqLink  # noqa: E402
 from transfer.outcome import TransferHandle  # noqa: E402
 from transfer.peer_memory import local_regions  # noqa: E402
-from transfer.testing_ranks import SmallRank  # noqa: E402
+from transfer.testing.ranks import SmallRank  # noqa: E402
 from unikv.cuda_driver import CudaAllocation, driver  # noqa: E402
 from unikv.errors import LinkBrokenError  # noqa: E402
 from unikv.ids import RequestId  # noqa: E402

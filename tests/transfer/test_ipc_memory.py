@@ -26,8 +26,8 @@ from transfer.link_zmq import ZmqLink
 from transfer.outcome import TransferHandle
 from transfer.path_choice import choose_path
 from transfer.peer_memory import PeerMemory
-from transfer.testing_device import HostDriver, HostEngine, host_view
-from transfer.testing_ranks import SmallRank
+from transfer.testing.device import HostDriver, HostEngine, host_view
+from transfer.testing.ranks import SmallRank
 from unikv.cuda_driver import CudaAllocation, driver, installed
 from unikv.errors import IncompatiblePeerError, LinkBrokenError, LocalProtocolError, RemoteProtocolError
 from unikv.ids import RequestId

@@ -9,7 +9,7 @@ from transfer.link_curve import CurveKeys
 from transfer.link_guard import new_name
 from transfer.link_memory import MemoryNetwork
 from transfer.link_zmq import ZmqLink
-from transfer.testing_link import LinkConformance
+from transfer.testing.link import LinkConformance
 
 
 class TestMemoryLink(LinkConformance):

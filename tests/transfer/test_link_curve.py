@@ -16,7 +16,7 @@ from zmq.utils import z85
 
 from transfer.link_curve import CurveKeys, load_keys, make_keys, split_key, with_key
 from transfer.link_zmq import ZmqLink
-from transfer.testing_mailbox import MailboxManager, contents
+from transfer.testing.mailbox import MailboxManager, contents
 from unikv.errors import ConfigError, LocalProtocolError
 
 Pair = tuple[bytes, bytes]

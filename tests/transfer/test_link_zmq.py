@@ -18,7 +18,7 @@ import transfer
 from transfer import link_sockets, link_zmq
 from transfer.link_zmq import ZmqLink
 from transfer.messages import Envelope, Goodbye
-from transfer.testing_mailbox import PATIENCE_S, MailboxManager, contents
+from transfer.testing.mailbox import PATIENCE_S, MailboxManager, contents
 from transfer.wire import decode, encode
 from unikv.errors import ConfigError, RemoteProtocolError
 

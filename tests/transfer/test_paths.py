@@ -19,7 +19,7 @@ from transfer.path_choice import choose_path
 from transfer.paths import CREDITS, Batch, BatchQueue, CopyInFlight, DirectMove, MoveState, StagedMove
 from transfer.plan import CopyProgram, compile_program
 from transfer.staging import HostChunkPool
-from transfer.testing_ranks import GatedCopier, SmallRank
+from transfer.testing.ranks import GatedCopier, SmallRank
 from unikv.errors import CopyError, IncompatiblePeerError, LinkBrokenError
 
 TOKENS = 40  # 10 blocks; the draft window leaves the last 6 live

@@ -31,7 +31,7 @@ from transfer.hello import (
     StorageCard,
 )
 from transfer.peer_memory import MappedStorage, PeerMemory, can_map, local_regions, own_host_identity
-from transfer.testing_copier import make_lane, make_pages
+from transfer.testing.copier import make_lane, make_pages
 from unikv.errors import IncompatiblePeerError, LinkBrokenError, LocalProtocolError, RemoteProtocolError, SpecError
 from unikv.ids import GroupId
 from unikv.layer_spec import KVLayout

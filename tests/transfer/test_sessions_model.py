@@ -34,8 +34,8 @@ from transfer.options import TransferOptions
 from transfer.outcome import TransferHandle
 from transfer.peer_memory import own_host_identity
 from transfer.readiness import ReadinessManager
-from transfer.testing_faults import Fault, FaultyCopier, FaultyLink, ScriptedFaults, SteppingClock
-from transfer.testing_ranks import TOKENS_PER_BLOCK, SmallRank
+from transfer.testing.faults import Fault, FaultyCopier, FaultyLink, ScriptedFaults, SteppingClock
+from transfer.testing.ranks import TOKENS_PER_BLOCK, SmallRank
 from unikv.errors import LinkBrokenError, LocalProtocolError
 from unikv.ids import LayerId, RequestId
 

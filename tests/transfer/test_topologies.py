@@ -15,7 +15,7 @@ from transfer.generation_endpoint import ContextInstance
 from transfer.hello import DraftKVMode, ParallelPosition, PathKind, Side
 from transfer.link_memory import MemoryLink, MemoryNetwork
 from transfer.outcome import TransferHandle
-from transfer.testing_ranks import SmallRank
+from transfer.testing.ranks import SmallRank
 from unikv.errors import IncompatiblePeerError, LinkBrokenError, LocalProtocolError
 from unikv.ids import GroupId, RequestId
 

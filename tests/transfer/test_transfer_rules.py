@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from transfer.testing_case import InstanceShape, LayerKind, PairCase, RequestCase
-from transfer.testing_oracle import all_ranks
-from transfer.testing_oracle_gate import draft_travels
-from transfer.testing_simulator import Simulation, SimulationError, simulate
+from transfer.testing.case import InstanceShape, LayerKind, PairCase, RequestCase
+from transfer.testing.oracle import all_ranks
+from transfer.testing.oracle_gate import draft_travels
+from transfer.testing.simulator import Simulation, SimulationError, simulate
 
 SPECULATION = ("draft_model", 3, 3)
 

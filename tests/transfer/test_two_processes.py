@@ -23,7 +23,7 @@ from transfer.copy_host import HostCopier
 from transfer.hello import PathKind, Side
 from transfer.link_zmq import ZmqLink
 from transfer.outcome import TransferHandle
-from transfer.testing_ranks import GatedCopier, SmallRank
+from transfer.testing.ranks import GatedCopier, SmallRank
 from unikv.errors import LinkBrokenError
 from unikv.ids import RequestId
 

@@ -20,7 +20,7 @@ import pytest
 from transfer.hello import Side
 from transfer.link_curve import load_keys, make_keys, split_key
 from transfer.link_zmq import ZmqLink
-from transfer.testing_mailbox import MailboxManager
+from transfer.testing.mailbox import MailboxManager
 from unikv.errors import ConfigError
 from workers import cli_run
 from workers.cli import main

@@ -24,7 +24,7 @@ from transfer.link_memory import MemoryLink, MemoryNetwork
 from transfer.options import TransferOptions
 from transfer.outcome import TransferHandle
 from transfer.peer_memory import local_regions
-from transfer.testing_faults import SteppingClock
+from transfer.testing.faults import SteppingClock
 from unikv.ids import LayerId, RequestId
 from unikv.layer_spec import KVCacheLayerSpec, KVDtype, KVLayout, LayerOwner
 from unikv.layout import CacheLayout, build_layout

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from transfer.testing_scale import FleetDriver
+from transfer.testing.scale import FleetDriver
 
 TP = 2
 TOKENS = 256

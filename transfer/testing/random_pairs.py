@@ -7,7 +7,7 @@ from dataclasses import replace
 from random import Random
 from typing import Any, Final
 
-from transfer.testing_case import InstanceShape, LayerKind, PairCase, RequestCase
+from transfer.testing.case import InstanceShape, LayerKind, PairCase, RequestCase
 
 DTYPES: Final = ("float32", "float16", "bfloat16", "bfloat16", "float8_e4m3fn", "nvfp4")
 MANAGED: Final = 0.12

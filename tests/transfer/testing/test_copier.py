@@ -7,7 +7,7 @@ import pytest
 
 from transfer.copier import CopyJob, CopyTicket
 from transfer.copy_host import HostCopier
-from transfer.testing_copier import CopierConformance, CopyCase, PoolShape, expected_bytes, make_lane, make_pages
+from transfer.testing.copier import CopierConformance, CopyCase, PoolShape, expected_bytes, make_lane, make_pages
 from unikv.errors import CopyError
 
 

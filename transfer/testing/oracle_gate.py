@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from transfer.testing_case import InstanceShape, LayerKind, PairCase
-from transfer.testing_oracle import roles_of, window_of
+from transfer.testing.case import InstanceShape, LayerKind, PairCase
+from transfer.testing.oracle import roles_of, window_of
 
 
 def refusals(case: PairCase) -> frozenset[str]:

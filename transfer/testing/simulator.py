@@ -17,10 +17,10 @@ from transfer.hello import Side
 from transfer.messages import AuxData
 from transfer.outcome import Outcome, TransferHandle
 from transfer.readiness import ReadinessManager
-from transfer.testing_case import PairCase, RequestCase
-from transfer.testing_oracle import Numbers, addresses, all_ranks, expected_writes, truth, wanted_blocks
-from transfer.testing_oracle_gate import draft_travels, refusals
-from transfer.testing_sim_ranks import SimRank, SimRankManager
+from transfer.testing.case import PairCase, RequestCase
+from transfer.testing.oracle import Numbers, addresses, all_ranks, expected_writes, truth, wanted_blocks
+from transfer.testing.oracle_gate import draft_travels, refusals
+from transfer.testing.sim_ranks import SimRank, SimRankManager
 from unikv.ids import NO_PAGE, LayerId, RequestId
 
 MOST_ROUNDS: Final = 4000

@@ -40,7 +40,7 @@ from transfer.messages import (
 )
 from transfer.options import TransferOptions
 from transfer.outcome import TransferHandle
-from transfer.testing_ranks import SmallRank
+from transfer.testing.ranks import SmallRank
 from unikv.errors import InternalError, LinkBrokenError, LocalProtocolError, RemoteProtocolError
 from unikv.ids import RequestId
 

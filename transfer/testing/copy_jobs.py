@@ -8,7 +8,7 @@ from typing import Final
 
 from transfer.pages import PagePairs
 from transfer.plan import Lane, Rows
-from transfer.testing_copy_cases import (
+from transfer.testing.copy_cases import (
     CopyCase,
     PageShape,
     PoolShape,

@@ -22,7 +22,7 @@ from typing import Any
 
 from transfer.link import Link, PeerGone, Received
 from transfer.link_guard import MAX_FRAME_BYTES
-from transfer.testing_mailbox import (
+from transfer.testing.mailbox import (
     PATIENCE_S,
     MailboxManager,
     assert_nothing_left,

@@ -37,8 +37,8 @@ from transfer.options import TransferOptions
 from transfer.outcome import TransferHandle
 from transfer.pages import SlotArray
 from transfer.peer_memory import local_regions, own_host_identity
-from transfer.testing_case import InstanceShape, LayerKind, PairCase, RequestCase
-from transfer.testing_oracle import Numbers, RankFacts, Spread
+from transfer.testing.case import InstanceShape, LayerKind, PairCase, RequestCase
+from transfer.testing.oracle import Numbers, RankFacts, Spread
 from unikv.budget import PoolBudget
 from unikv.buffers import MemfdExport
 from unikv.cache_manager import UnifiedKVCacheManager

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from transfer.testing_case import InstanceShape, LayerKind, PairCase, RequestCase
-from transfer.testing_simulator import simulate
+from transfer.testing.case import InstanceShape, LayerKind, PairCase, RequestCase
+from transfer.testing.simulator import simulate
 
 
 def failure(case: PairCase) -> Exception | None:

@@ -24,8 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transfer.copier import Copier, CopyJob, Region
-from transfer.testing_copy_cases import CopyCase, PoolShape, gather_case, make_lane, make_pages, scatter_case
-from transfer.testing_copy_jobs import COPIES, REFUSALS, random_case
+from transfer.testing.copy_cases import CopyCase, PoolShape, gather_case, make_lane, make_pages, scatter_case
+from transfer.testing.copy_jobs import COPIES, REFUSALS, random_case
 from unikv.errors import CopyError
 
 __all__ = ["CopierConformance", "CopyCase", "PoolShape", "expected_bytes", "make_lane", "make_pages", "random_case"]

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
-from transfer.testing_case import InstanceShape, LayerKind, PairCase, RequestCase
-from transfer.testing_oracle import all_ranks
-from transfer.testing_oracle_gate import draft_travels, refusals
-from transfer.testing_random import features, random_case
-from transfer.testing_shrink import failure, minimal, report
-from transfer.testing_simulator import Simulation, SimulationError, simulate
+from transfer.testing.case import InstanceShape, LayerKind, PairCase, RequestCase
+from transfer.testing.oracle import all_ranks
+from transfer.testing.oracle_gate import draft_travels, refusals
+from transfer.testing.random_pairs import features, random_case
+from transfer.testing.shrink import failure, minimal, report
+from transfer.testing.simulator import Simulation, SimulationError, simulate
 
 PAIRS = 500 if settings().max_examples < 1000 else 20_000
 PORTION = 50

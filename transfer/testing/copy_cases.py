@@ -1,4 +1,4 @@
-"""Copy jobs as plain data, without memory: what `transfer.testing_copier` runs, and how such jobs are made."""
+"""Copy jobs as plain data, without memory: what `transfer.testing.copier` runs, and how such jobs are made."""
 
 from __future__ import annotations
 

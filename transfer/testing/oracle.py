@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from transfer.testing_case import InstanceShape, LayerKind, RequestCase
+from transfer.testing.case import InstanceShape, LayerKind, RequestCase
 
 Bytes = NDArray[np.uint8]
 Numbers = NDArray[np.int64]

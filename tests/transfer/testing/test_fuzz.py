@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from transfer import context_engine
-from transfer.testing_fuzz import ForgeryDriver, check_frames, seed_messages
+from transfer.testing.fuzz import ForgeryDriver, check_frames, seed_messages
 from unikv.errors import InternalError
 
 SEEDS = seed_messages()

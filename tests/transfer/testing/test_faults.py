@@ -10,10 +10,10 @@ from transfer.copy_host import HostCopier
 from transfer.link import Link, PeerGone
 from transfer.link_memory import MemoryNetwork
 from transfer.link_zmq import ZmqLink
-from transfer.testing_copier import CopierConformance, make_lane, make_pages
-from transfer.testing_faults import Fault, FaultyCopier, FaultyLink, ScriptedFaults, SeededFaults, SteppingClock
-from transfer.testing_link import LinkConformance
-from transfer.testing_mailbox import MailboxManager, contents
+from transfer.testing.copier import CopierConformance, make_lane, make_pages
+from transfer.testing.faults import Fault, FaultyCopier, FaultyLink, ScriptedFaults, SeededFaults, SteppingClock
+from transfer.testing.link import LinkConformance
+from transfer.testing.mailbox import MailboxManager, contents
 from unikv.errors import ConfigError, CopyError, LinkBrokenError
 
 SUITE = CopierConformance(make_copier=lambda: FaultyCopier(HostCopier(), ScriptedFaults()))
