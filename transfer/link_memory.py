@@ -51,8 +51,10 @@ class _Parcel:
         self._frames = None
 
     def open(self) -> Received | None:
+        """Hand the message over, once: the sender may keep its ticket for long, and must not keep the bytes with it."""
         self.copy()
-        return None if self._copied is None else Received(self._peer, self._copied)
+        copied, self._copied = self._copied, None
+        return None if copied is None else Received(self._peer, copied)
 
 
 class _OutgoingSession:

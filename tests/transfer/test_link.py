@@ -1,10 +1,13 @@
+import gc
+import weakref
+from contextlib import closing
 from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import zmq
 
-from transfer.link import Link
+from transfer.link import Link, Received
 from transfer.link_curve import CurveKeys
 from transfer.link_guard import new_name
 from transfer.link_memory import MemoryNetwork
@@ -20,6 +23,18 @@ class TestMemoryLink(LinkConformance):
     def make_link(self, address: str | None = None) -> Link:
         self._network.connect_timeout_s = self.connect_timeout_s
         return self._network.link(address)
+
+    def test_a_ticket_that_is_kept_does_not_keep_the_message(self) -> None:
+        with closing(self._network.link()) as sender, closing(self._network.link()) as receiver:
+            sender.connect(receiver.address)
+            ticket = sender.send(receiver.address, [b"payload"])
+            (message,) = receiver.poll(0.0)
+            assert isinstance(message, Received)
+            frame = weakref.ref(message.frames[0])
+            del message
+            gc.collect()
+            assert ticket.done()
+            assert frame() is None
 
 
 class TestZmqLinkTcp(LinkConformance):
