@@ -86,8 +86,8 @@ def run_fleet(contexts: int, generations: int, requests: int, in_flight: int, *,
 
 def _pair(fleet: FleetDriver, number: int) -> tuple[int, int]:
     """Return the instances of request `number`: every pair has its turn, neighbours differ on both sides."""
-    contexts, generations = len(fleet.contexts), len(fleet.generations)
-    return number % contexts, (number + number // contexts) % generations
+    turn, context = divmod(number, len(fleet.contexts))
+    return context, (context + turn) % len(fleet.generations)
 
 
 def peer_bytes(layers: int, peers: int = 32) -> dict[str, Any]:
