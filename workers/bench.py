@@ -32,6 +32,7 @@ from workers.rival_nixl import compare_with_nixl
 
 WARM_UPS: Final = 1
 """Requests of a pattern workload that run first and do not count: they fault pages in and fill lane caches."""
+_AGREES: Final = "acceptance_equals_aggregated"
 _VERSIONS: Final = ("unikv", "torch", "numpy", "pyzmq", "msgpack", "transformers", "nixl-cu13")
 
 
@@ -89,6 +90,13 @@ def succeeded(result: dict[str, Any]) -> bool:
     return all(case["ok"] for case in result["cases"]) and (generation is None or bool(generation["ok"]))
 
 
+def generation_of_all(generations: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return what the first case of a model generated, with the verdicts of all: one wrong token anywhere is wrong."""
+    verdicts = ("ok", *(key for key in generations[0] if key.startswith("tokens_identical")), _AGREES)
+    said = {key: [entry[key] for entry in generations if entry[key] is not None] for key in verdicts}
+    return {**generations[0], **{key: all(values) if values else None for key, values in said.items()}}
+
+
 def _result(pair: PairConfig, cases: list[dict[str, Any]]) -> dict[str, Any]:
     requests = [entry for case in cases for entry in case["requests"]]
     floor: float | list[float] = cases[0]["summary"]["floor_gb_per_s"]
@@ -104,7 +112,7 @@ def _result(pair: PairConfig, cases: list[dict[str, Any]]) -> dict[str, Any]:
     }
     generation = [case["generation"] for case in cases if "generation" in case]
     if generation:
-        result["generation"] = generation[0]
+        result["generation"] = generation_of_all(generation)
     return result
 
 

@@ -19,6 +19,8 @@ def print_result(console: Console, result: dict[str, Any]) -> None:
     for case in result["cases"] if with_model else ():
         console.print(_model_requests(case))
         console.print(_acceptance(case["generation"]))
+    if with_model and len(result["cases"]) > 1:
+        console.print(_side_by_side(result["cases"]))
     if not with_model:
         console.print(_cases(result["cases"]))
     console.print(_totals(result))
@@ -125,6 +127,22 @@ def _model_requests(case: dict[str, Any]) -> RenderableType:
             Text("same" if same else "DIFFER", style="green" if same else "red"),
             f"{100 * entry['acceptance']:.0f} %",
         )
+    return table
+
+
+def _side_by_side(cases: Sequence[dict[str, Any]]) -> RenderableType:
+    """Return what the same prompts waited for in every case: a row for each prompt, two columns for each case."""
+    table = Table(title="Side by side", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1))
+    table.add_column("prompt", justify="right")
+    for case in cases:
+        table.add_column(f"{case['name']}\nTTFT s", justify="right")
+        table.add_column("\nwait ms", justify="right")
+    for entries in zip(*(case["requests"] for case in cases), strict=False):
+        cells = [str(entries[0]["prompt_tokens"])]
+        for entry in entries:
+            cells.append("-" if entry["ttft_s"] is None else f"{entry['ttft_s']:.2f}")
+            cells.append(f"{1e3 * entry['exposed_s']:.1f}")
+        table.add_row(*cells)
     return table
 
 
